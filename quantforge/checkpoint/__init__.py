@@ -1,0 +1,1 @@
+"""Model folders on disk: lazy reading, atomic writing, formats, provenance and verification."""

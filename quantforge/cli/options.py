@@ -1,0 +1,30 @@
+"""Options that several commands share, so that they read the same everywhere."""
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A local model folder, a .gguf file, or a Hugging Face id."
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=None)
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", help="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+]
+DTypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="auto, float32, bfloat16 or float16; auto: float32 on a CPU, the model's on a GPU.",
+    ),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")
+]

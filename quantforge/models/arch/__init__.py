@@ -1,0 +1,1 @@
+"""Model families, one file each: what differs from the one decoder, as data."""

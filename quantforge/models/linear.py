@@ -1,0 +1,103 @@
+"""`Linear`: a projection whose inner product can be dense or any quantized kernel.
+
+Legend: M tokens, N out features, K in features.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from quantforge_kernels import w4a16
+from torch import Tensor, nn
+
+from quantforge.errors import UnsupportedError
+from quantforge.qtensor import QuantizedTensor
+
+
+class LinearInner(Protocol):
+    """What multiplies: built once when the layer is loaded."""
+
+    kernel: str
+
+    def __call__(self, x_MK: Tensor) -> Tensor: ...
+
+
+class DenseInner:
+    """``x @ weight.T + bias`` in the weight's dtype."""
+
+    kernel = "dense"
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self.weight = weight_NK
+        self.bias = bias_N
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return F.linear(x_MK, self.weight, self.bias)
+
+
+class QuantizedInner:
+    """A weight-only quantized product through the kernel that `w4a16.OP` selects."""
+
+    def __init__(
+        self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
+    ) -> None:
+        quant = qtensor.quant
+        candidate = w4a16.OP.select(
+            device=qtensor.codes.device.type,
+            dtype=compute_dtype,
+            shape=qtensor.shape,
+            num_bits=quant.num_bits,
+            symmetric=quant.symmetric,
+            group_size=quant.group_size,
+        )
+        plain = (qtensor.codes, qtensor.scale, qtensor.zero_point)
+        self.kernel = candidate.name
+        self.run = candidate.run
+        self.tensors = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
+        self.bias = bias_N
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        out: Tensor = self.run(x_MK, *self.tensors, self.bias)
+        return out
+
+
+class Linear(nn.Module):
+    """A projection [out_features, in_features]; empty until `load_dense` or `load_quantized`."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.inner: LinearInner | None = None
+
+    def load_dense(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        """Multiply by `weight_NK` as it is."""
+        self.inner = DenseInner(weight_NK, bias_N)
+
+    def load_quantized(
+        self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
+    ) -> None:
+        """Multiply by a quantized weight through the best kernel for its device and scheme."""
+        if qtensor.quant.dtype != "int":
+            raise UnsupportedError(f"no kernel loads weight scheme {qtensor.quant}")
+        self.inner = QuantizedInner(qtensor, bias_N, compute_dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [N, K]; only for layers loaded dense."""
+        assert isinstance(self.inner, DenseInner), "the layer holds no dense weight"
+        return self.inner.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.inner, "bias", None)
+
+    def forward(self, x_MK: Tensor) -> Tensor:
+        assert self.inner is not None, "the layer is not loaded"
+        return self.inner(x_MK)
+
+
+def split_outputs(y_MN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of a merged projection's output, one a part."""
+    return tuple(y_MN.split(list(sizes), dim=-1))

@@ -1,0 +1,125 @@
+"""`QuantizedTensor`, the waist of the project, and the one quantize/dequantize arithmetic.
+
+Methods end in a `QuantizedTensor`, formats encode and decode it, kernels repack from it. Codes are
+not packed and are signed: 4-bit codes lie in -8..7, and so do their zero points.
+
+Legend: N out features, K in features, G groups of K.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from quantforge_kernels.rounding import round_from_int, round_to_int
+from torch import Tensor
+
+from quantforge.errors import UnsupportedError
+from quantforge.schemes import TensorQuant
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedTensor:
+    """A weight as codes with scales.
+
+    - `codes` int8 [N, K], or float8_e4m3fn [N, K] for E4M3;
+    - `scale` [N, G] (G = 1 for channel), [1, 1] for tensor, [N/bn, K/bk] for block; multiplies;
+    - `zero_point` int8, the shape of `scale`, or None when symmetric;
+    - `quant` the scheme of the weight.
+
+    Fields that only some schemes have: `global_scale` (FP4), `input_scale` (static activations),
+    `permutation` (columns of an imported activation-ordered checkpoint), `codebook` (NF4).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    quant: TensorQuant
+    global_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+    permutation: Tensor | None = None
+    codebook: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K], rounded once to `dtype` (default: the scale's dtype)."""
+        grouped: Tensor = round_from_int(
+            _group(self.codes, self.quant),
+            self.scale.unsqueeze(-1),
+            None if self.zero_point is None else self.zero_point.unsqueeze(-1),
+        )
+        return grouped.reshape(self.shape).to(dtype or self.scale.dtype)
+
+    def to(self, device: torch.device | str) -> "QuantizedTensor":
+        """The same tensor with every field on `device`."""
+
+        def move(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.to(device)
+
+        return QuantizedTensor(
+            codes=self.codes.to(device),
+            scale=self.scale.to(device),
+            zero_point=move(self.zero_point),
+            quant=self.quant,
+            global_scale=move(self.global_scale),
+            input_scale=move(self.input_scale),
+            permutation=move(self.permutation),
+            codebook=move(self.codebook),
+        )
+
+
+def _group(x_NK: Tensor, quant: TensorQuant) -> Tensor:
+    """[N, G, K/G] view of a weight; channel and tensor granularity have one group."""
+    if quant.dtype != "int" or quant.granularity not in ("channel", "group", "tensor"):
+        raise UnsupportedError(f"no arithmetic for weight scheme {quant}; use an int scheme")
+    return x_NK.reshape(x_NK.shape[0], quant.num_groups(x_NK.shape[1]), -1)
+
+
+def minmax_scale(
+    weight_NK: Tensor, quant: TensorQuant, shrink: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [N, G] and zero point (int8, None when symmetric) that cover the range of each group.
+
+    Symmetric: ``max|w| / ((2^b - 1) / 2)``. Asymmetric: ``(max - min) / (2^b - 1)`` over a range
+    that holds zero, zero point ``round(code_min - min / scale)`` (compressed-tensors' rules).
+    `shrink` (a number, or [N, G]) multiplies the range: clipping. A group of zeros gets scale 1.
+    """
+    grouped = _group(weight_NK.float(), quant)
+    code_min, code_max = quant.code_range
+    steps = float(code_max - code_min)
+    if quant.symmetric:
+        scale = grouped.abs().amax(-1) * shrink / (steps / 2)
+        return torch.where(scale == 0, 1.0, scale), None
+    low = grouped.amin(-1).clamp(max=0) * shrink
+    high = grouped.amax(-1).clamp(min=0) * shrink
+    scale = (high - low) / steps
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero_point = (code_min - low / scale).round().clamp(code_min, code_max)
+    return scale, zero_point.to(torch.int8)
+
+
+def quantize(
+    weight_NK: Tensor,
+    quant: TensorQuant,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """`weight_NK` rounded to the nearest codes under `scale` and `zero_point` (default: min-max).
+
+    The scale is first rounded to `scale_dtype` (default: the weight's), in which it will be stored,
+    so that the codes fit the scale that a reader sees.
+    """
+    if scale is None:
+        scale, zero_point = minmax_scale(weight_NK, quant)
+    scale = scale.to(scale_dtype or weight_NK.dtype)
+    codes = round_to_int(
+        _group(weight_NK.float(), quant),
+        scale.float().unsqueeze(-1),
+        None if zero_point is None else zero_point.unsqueeze(-1),
+        *quant.code_range,
+    )
+    return QuantizedTensor(
+        codes=codes.reshape(weight_NK.shape), scale=scale, zero_point=zero_point, quant=quant
+    )

@@ -1,0 +1,173 @@
+"""Recipes: YAML files that say how to quantize a model and what a gate demands of it.
+
+::
+
+    description: 4-bit weights by AWQ
+    quantize:
+      method: awq
+      scheme: w4a16
+      group_size: auto        # auto, channel, or a number
+    calibration:
+      dataset: bundled        # bundled, self, a file, or a Hub data set
+      num_samples: 128
+      sequence_length: 2048
+    gate:
+      max_ppl_ratio: 1.10
+
+Every section is optional; an unknown key is refused with the nearest known one. A recipe is named
+(a file of ``recipes/``) or given as a path.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantforge.errors import RecipeError
+from quantforge.registry import did_you_mean
+from quantforge.resources import resource_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeSection:
+    """What to quantize and how. `options` go to the method, which checks them."""
+
+    method: str = "awq"
+    scheme: str = "w4a16"
+    group_size: int | str = "auto"
+    symmetric: bool | None = None
+    """Overrides the scheme's own choice when set."""
+    ignore: tuple[str, ...] = ("lm_head",)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationSection:
+    """Which text a method sees. Lengths are in tokens."""
+
+    dataset: str = "bundled"
+    num_samples: int = 128
+    sequence_length: int = 2048
+    seed: int = 0
+    split: str = "train"
+    column: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateSection:
+    """Limits of the quality gate; a limit that is None is not checked."""
+
+    dataset: str = "bundled"
+    max_tokens: int | None = None
+    window: int = 2048
+    max_ppl_ratio: float | None = None
+    max_ppl: float | None = None
+    max_mean_kl: float | None = None
+    max_p99_kl: float | None = None
+    min_top1: float | None = None
+    max_bits_per_weight: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A parsed recipe. `source` is the name or path that it came from."""
+
+    source: str
+    description: str = ""
+    quantize: QuantizeSection = field(default_factory=QuantizeSection)
+    calibration: CalibrationSection = field(default_factory=CalibrationSection)
+    gate: GateSection | None = None
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the shipped recipes."""
+    return tuple(sorted(p.stem for p in resource_folder("recipes").glob("*.yaml")))
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a shipped recipe, or `name` itself as a path. Raises `RecipeError`."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise RecipeError(f"recipe file {name} does not exist")
+        return path
+    known = recipe_names()
+    if name not in known:
+        raise RecipeError(
+            f"unknown recipe {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}; "
+            "or give the path of a .yaml file"
+        )
+    return resource_folder("recipes") / f"{name}.yaml"
+
+
+def load_recipe(name: str) -> Recipe:
+    """The recipe called `name`, or in the file `name`."""
+    path = recipe_path(name)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        line = str(error).replace("\n", " ")
+        raise RecipeError(f"recipe {path} is not valid YAML: {line}") from error
+    return parse_recipe(document, source=name)
+
+
+def parse_recipe(document: Any, source: str) -> Recipe:
+    """A recipe from parsed YAML; `source` names it in errors."""
+    if document is None:
+        document = {}
+    if not isinstance(document, Mapping):
+        raise RecipeError(f"recipe {source}: expected a mapping of sections, found {document!r}")
+    recipe: Recipe = _build(Recipe, {**document, "source": source}, f"recipe {source}")
+    return recipe
+
+
+def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
+    """An instance of the dataclass `cls`, each value checked against its field's type."""
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            allowed = ", ".join(k for k in known if k != "source")
+            raise RecipeError(
+                f"{where}: unknown key {key!r}{did_you_mean(str(key), known)}; known: {allowed}"
+            )
+    return cls(**{k: _convert(v, hints[k], f"{where}: {k}") for k, v in values.items()})
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as `hint` asks; raises `RecipeError` naming the key and the type wanted."""
+    if isinstance(hint, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and types.NoneType in options:
+            return None
+        for option in options:
+            if option is not types.NoneType:
+                try:
+                    return _convert(value, option, where)
+                except RecipeError:
+                    if dataclasses.is_dataclass(option):
+                        raise
+        raise RecipeError(f"{where} is {value!r}; expected {hint}")
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{where} is {value!r}; expected a mapping")
+        return _build(hint, value, where)
+    origin = typing.get_origin(hint) or hint
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise RecipeError(f"{where} is {value!r}; expected a list of strings")
+        return tuple(value)
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{where} is {value!r}; expected a mapping")
+        return dict(value)
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise RecipeError(f"{where} is {value!r}; expected {origin.__name__}")
+    return value

@@ -1,0 +1,146 @@
+"""What a weight or an activation is rounded to: `TensorQuant`, `QuantScheme` and the presets.
+
+``str()`` gives the short name that tables and reports use::
+
+    int4-g128-asym      4-bit integers, one scale and zero point a group of 128 inputs
+    int8-channel-sym    8-bit integers, one scale an output channel
+    fp8-token-dynamic   E4M3, one scale a token computed at run time
+
+Impossible combinations are refused here and nowhere else. Standard library only.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quantforge.errors import RecipeError
+from quantforge.registry import did_you_mean
+
+DType = Literal["int", "float"]
+Granularity = Literal["tensor", "channel", "group", "block", "token"]
+
+INT_BITS = (2, 3, 4, 8)
+FLOAT_BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorQuant:
+    """How one tensor is quantized.
+
+    `num_bits` and `dtype` name the code (int 2 to 8, float 8 = E4M3, float 4 = E2M1);
+    `granularity` says what shares a scale, with `group_size` inputs for ``group`` and
+    `block_shape` (rows, columns) for ``block``; `dynamic` scales are computed at run time.
+    Raises `RecipeError` when impossible.
+    """
+
+    num_bits: int
+    dtype: DType = "int"
+    symmetric: bool = True
+    granularity: Granularity = "channel"
+    group_size: int | None = None
+    block_shape: tuple[int, int] | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = INT_BITS if self.dtype == "int" else FLOAT_BITS
+        if self.dtype not in ("int", "float"):
+            raise RecipeError(f"dtype {self.dtype!r} is not one of int, float")
+        if self.num_bits not in allowed:
+            raise RecipeError(f"num_bits {self.num_bits} is not one of {allowed} for {self.dtype}")
+        if self.granularity not in ("tensor", "channel", "group", "block", "token"):
+            raise RecipeError(
+                f"granularity {self.granularity!r} is not one of "
+                "tensor, channel, group, block, token"
+            )
+        if (self.granularity == "group") != (self.group_size is not None):
+            raise RecipeError(
+                f"group_size {self.group_size} with granularity {self.granularity}: "
+                "a group size belongs to granularity 'group', and only to it"
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise RecipeError(f"group_size {self.group_size} must be at least 1")
+        if (self.granularity == "block") != (self.block_shape is not None):
+            raise RecipeError(
+                f"block_shape {self.block_shape} with granularity {self.granularity}: "
+                "a block shape belongs to granularity 'block', and only to it"
+            )
+        if self.dtype == "float" and not self.symmetric:
+            raise RecipeError("float codes are symmetric; use dtype int for a zero point")
+
+    def __str__(self) -> str:
+        code = f"int{self.num_bits}" if self.dtype == "int" else f"fp{self.num_bits}"
+        shared = self.granularity if self.group_size is None else f"g{self.group_size}"
+        if self.block_shape is not None:
+            shared = f"block{self.block_shape[0]}x{self.block_shape[1]}"
+        parts = [code, shared]
+        if self.dtype == "int":
+            parts.append("sym" if self.symmetric else "asym")
+        if self.dynamic:
+            parts.append("dynamic")
+        return "-".join(parts)
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """Smallest and largest integer code, signed: (-8, 7) for 4 bits."""
+        half = 1 << (self.num_bits - 1)
+        return -half, half - 1
+
+    def num_groups(self, in_features: int) -> int:
+        """Scales along the input dimension of a weight with `in_features` inputs."""
+        return 1 if self.group_size is None else -(-in_features // self.group_size)
+
+    def refuse_shape(self, shape: tuple[int, int]) -> str | None:
+        """Why a weight of `shape` [out_features, in_features] cannot have this scheme, or None."""
+        if self.group_size is not None and shape[1] % self.group_size:
+            fitting = [g for g in (128, 64, 32, 16) if shape[1] % g == 0]
+            advice = (
+                f"use a divisor such as {' or '.join(map(str, fitting))}"
+                if fitting
+                else ("use channel granularity")
+            )
+            return f"group_size {self.group_size} does not divide in_features {shape[1]}; {advice}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantScheme:
+    """How a linear layer is quantized: its weight, and its input where that is quantized too."""
+
+    weight: TensorQuant
+    activation: TensorQuant | None = None
+
+    def __str__(self) -> str:
+        return str(self.weight) if self.activation is None else f"{self.weight}+{self.activation}"
+
+
+def _int_weights(num_bits: int, *, symmetric: bool) -> QuantScheme:
+    return QuantScheme(
+        weight=TensorQuant(
+            num_bits=num_bits, symmetric=symmetric, granularity="group", group_size=128
+        )
+    )
+
+
+PRESETS: dict[str, QuantScheme] = {
+    "w4a16": _int_weights(4, symmetric=False),
+    "w4a16_sym": _int_weights(4, symmetric=True),
+    "w8a16": QuantScheme(weight=TensorQuant(num_bits=8, granularity="channel")),
+}
+"""Schemes by name. ``w4a16`` has zero points: at four bits they cost 1 % of size and win quality
+(llm-compressor's W4A16 is our ``w4a16_sym``)."""
+
+
+def preset(name: str) -> QuantScheme:
+    """The preset called `name`; raises `RecipeError` with the known and the nearest names."""
+    key = name.lower().replace("-", "_")
+    if key not in PRESETS:
+        raise RecipeError(
+            f"unknown scheme {name!r}{did_you_mean(key, PRESETS)}; known: {', '.join(PRESETS)}"
+        )
+    return PRESETS[key]
+
+
+def with_group_size(scheme: QuantScheme, group_size: int | None) -> QuantScheme:
+    """`scheme` with another weight group size; None means one scale a channel."""
+    granularity: Granularity = "channel" if group_size is None else "group"
+    weight = replace(scheme.weight, granularity=granularity, group_size=group_size)
+    return replace(scheme, weight=weight)
