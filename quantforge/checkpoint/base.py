@@ -4,6 +4,7 @@ A format lives in one file of this folder (found by `quantforge.registry`), whic
 ``FORMAT: Format``. Tensor names, packing orders and config keys of a format stand there only.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,8 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
+from quantforge.registry import entry_names, load_entry
 from quantforge.schemes import QuantScheme
+
+PACKAGE = "quantforge.checkpoint"
+SHARED = ("base", "inspection", "manifest", "reader", "shard", "verify", "writer")
+"""Files of this folder that are not formats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +54,31 @@ class QuantizationLayout:
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
 
+    def scheme(self, layer: str, class_name: str = "Linear") -> QuantScheme | None:
+        """The scheme of a layer of class `class_name`, None where it stays as it is.
+
+        An exact name goes before a pattern, and a pattern before a class, as compressed-tensors
+        resolves them; `ignore` goes before all.
+        """
+        if any(_rank(target, layer, class_name) is not None for target in self.ignore):
+            return None
+        ranked = [
+            (rank, group.scheme)
+            for group in self.groups
+            for target in group.targets
+            if (rank := _rank(target, layer, class_name)) is not None
+        ]
+        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+def _rank(target: str, layer: str, class_name: str) -> int | None:
+    """How closely `target` names `layer`: 0 exactly, 1 by pattern, 2 by class, None not at all."""
+    if target == layer:
+        return 0
+    if target.startswith("re:") and re.match(target.removeprefix("re:"), layer):
+        return 1
+    return 2 if target == class_name else None
+
 
 class Format(Protocol):
     """One on-disk layout of quantized linears. Implementations hold no state."""
@@ -64,6 +96,9 @@ class Format(Protocol):
     ) -> dict[str, TensorSpec]:
         """Suffix -> shape and dtype of a layer's tensors: ``weight_packed``, ``weight_scale``."""
 
+    def layer_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """[out_features, in_features] of a layer, without decoding it. Raises `CheckpointError`."""
+
     def encode(self, qtensor: QuantizedTensor) -> dict[str, Tensor]:
         """Suffix -> tensor, exactly as `tensors` announces them."""
 
@@ -77,3 +112,33 @@ class Format(Protocol):
 
     def parse_config(self, quantization_config: Mapping[str, Any]) -> QuantizationLayout:
         """The inverse of `quantization_config`; raises `CheckpointError` or `UnsupportedError`."""
+
+
+def known_formats() -> tuple[Format, ...]:
+    """Every format of this folder."""
+    names = entry_names(PACKAGE, SHARED)
+    return tuple(load_entry(PACKAGE, name, "format", SHARED).FORMAT for name in names)
+
+
+def format_for(scheme: QuantScheme) -> Format:
+    """The first format that can hold `scheme`; raises `UnsupportedError` naming the formats."""
+    known = known_formats()
+    for candidate in known:
+        if candidate.matches(scheme):
+            return candidate
+    names = ", ".join(f.name for f in known)
+    raise UnsupportedError(f"no checkpoint format holds scheme {scheme}; formats: {names}")
+
+
+def format_of_config(quantization_config: Mapping[str, Any]) -> Format:
+    """The format that wrote `quantization_config`; raises `UnsupportedError` naming the formats."""
+    known = known_formats()
+    for candidate in known:
+        if candidate.matches_config(quantization_config):
+            return candidate
+    method = quantization_config.get("quant_method")
+    kind = quantization_config.get("format")
+    raise UnsupportedError(
+        f"quantization_config has quant_method {method!r} and format {kind!r}, which this version "
+        f"does not read; formats: {', '.join(f.name for f in known)}"
+    )

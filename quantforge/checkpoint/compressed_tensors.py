@@ -1,0 +1,280 @@
+"""``pack-quantized``: integer weights in the layout of compressed-tensors, vLLM and transformers.
+
+A layer ``L`` of shape [N, K] with b-bit codes and G groups has the tensors::
+
+    L.weight_packed      int32 [N, ceil(K b / 32)]
+    L.weight_scale       [N, G] in the model's dtype
+    L.weight_shape       int64 [2] = (N, K)
+    L.weight_zero_point  int32 [ceil(N b / 32), G], asymmetric only, packed along N
+
+Codes are stored as ``u = code + 2^(b-1)``, densely and least significant bit first: code i of a row
+occupies the bits ``i b .. (i + 1) b - 1`` of the row, and may cross a word (3-bit codes do)::
+
+    -8 -7 -6 ... 7  in 4 bits  ->  0x76543210 0xfedcba98
+    -4 -3 ... 3, four times, in 3 bits  ->  0x88fac688 0xc688fac6 0xfac688fa
+
+Eight codes fill exactly b bytes, so packing works on bytes and words are a view of them
+(little-endian, as safetensors is).
+
+Legend: N out features, K in features, G groups of K, R rows, C codes of a row, W words of a row.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup, TensorSpec
+from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
+from quantforge.qtensor import QuantizedTensor
+from quantforge.schemes import QuantScheme, TensorQuant
+
+LAYOUT_VERSION = "0.20.1"
+"""The release of compressed-tensors whose layout this is."""
+
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pack_int(codes_RC: Tensor, num_bits: int) -> Tensor:
+    """int32 [R, ceil(C num_bits / 32)] from signed int8 codes [R, C]; padding codes are 0 bits."""
+    rows, columns = codes_RC.shape
+    half = 1 << (num_bits - 1)
+    unsigned = codes_RC.contiguous().view(torch.uint8) + half  # wraps to 0 .. 2^b - 1
+    octets = F.pad(unsigned, (0, -columns % 32)).reshape(rows, -1, 8)
+    joined = torch.zeros(octets.shape[:2], dtype=torch.int64, device=octets.device)
+    for i in range(8):
+        joined |= octets[..., i].long() << (num_bits * i)
+    packed = joined.view(torch.uint8).reshape(rows, -1, 8)[..., :num_bits]
+    words = packed.reshape(rows, -1).contiguous().view(torch.int32)
+    return words[:, : _num_words(columns, num_bits)].contiguous()
+
+
+def unpack_int(packed_RW: Tensor, num_bits: int, num_codes: int) -> Tensor:
+    """Signed int8 codes [R, num_codes]: the inverse of `pack_int`."""
+    rows, words = packed_RW.shape
+    padded = F.pad(packed_RW, (0, -words % num_bits)).contiguous().view(torch.uint8)
+    octets = F.pad(padded.reshape(rows, -1, num_bits), (0, 8 - num_bits)).contiguous()
+    joined = octets.view(torch.int64).squeeze(-1)
+    mask, half = (1 << num_bits) - 1, 1 << (num_bits - 1)
+    codes = torch.empty((*joined.shape, 8), dtype=torch.int8, device=joined.device)
+    for i in range(8):
+        codes[..., i] = ((joined >> (num_bits * i)) & mask) - half
+    return codes.reshape(rows, -1)[:, :num_codes].contiguous()
+
+
+def _num_words(num_codes: int, num_bits: int) -> int:
+    return -(-num_codes * num_bits // 32)
+
+
+class PackQuantized:
+    """The `Format` of this file: weight-only integers, one scale a channel or a group."""
+
+    name = "pack-quantized"
+
+    def matches(self, scheme: QuantScheme) -> bool:
+        weight = scheme.weight
+        return (
+            scheme.activation is None
+            and weight.dtype == "int"
+            and weight.granularity in ("channel", "group")
+            and not weight.dynamic
+        )
+
+    def matches_config(self, quantization_config: Mapping[str, Any]) -> bool:
+        if quantization_config.get("quant_method") != "compressed-tensors":
+            return False
+        groups = quantization_config.get("config_groups")
+        kinds = {quantization_config.get("format")}
+        if isinstance(groups, Mapping):
+            own = {g.get("format") for g in groups.values() if isinstance(g, Mapping)} - {None}
+            kinds = own or kinds
+        return kinds == {self.name}
+
+    def tensors(
+        self, shape: tuple[int, int], scheme: QuantScheme, scale_dtype: torch.dtype
+    ) -> dict[str, TensorSpec]:
+        weight = scheme.weight
+        rows, columns = shape
+        groups = weight.num_groups(columns)
+        packed = (rows, _num_words(columns, weight.num_bits))
+        specs = {
+            "weight_packed": TensorSpec(shape=packed, dtype=torch.int32),
+            "weight_scale": TensorSpec(shape=(rows, groups), dtype=scale_dtype),
+            "weight_shape": TensorSpec(shape=(2,), dtype=torch.int64),
+        }
+        if not weight.symmetric:
+            zero_shape = (_num_words(rows, weight.num_bits), groups)
+            specs["weight_zero_point"] = TensorSpec(shape=zero_shape, dtype=torch.int32)
+        return specs
+
+    def layer_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        stored = _take(tensors, "weight_shape")
+        if stored.shape != (2,) or stored.dtype not in (torch.int64, torch.int32):
+            raise CheckpointError(
+                f"weight_shape is {stored.dtype} {list(stored.shape)}; expected int64 [2]"
+            )
+        rows, columns = (int(size) for size in stored)
+        if rows < 1 or columns < 1:
+            raise CheckpointError(f"weight_shape is [{rows}, {columns}]; expected sizes above 0")
+        return rows, columns
+
+    def encode(self, qtensor: QuantizedTensor) -> dict[str, Tensor]:
+        quant = qtensor.quant
+        if not self.matches(QuantScheme(weight=quant)) or qtensor.permutation is not None:
+            raise UnsupportedError(f"format {self.name} cannot hold weight scheme {quant}")
+        tensors = {
+            "weight_packed": pack_int(qtensor.codes, quant.num_bits),
+            "weight_scale": qtensor.scale.contiguous(),
+            "weight_shape": torch.tensor(qtensor.shape, dtype=torch.int64),
+        }
+        if not quant.symmetric:
+            assert qtensor.zero_point is not None, "an asymmetric weight has zero points"
+            packed_GW = pack_int(qtensor.zero_point.T, quant.num_bits)
+            tensors["weight_zero_point"] = packed_GW.T.contiguous()
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedTensor:
+        if "weight_g_idx" in tensors:
+            raise UnsupportedError("weight_g_idx: activation-ordered groups are not supported")
+        quant = scheme.weight
+        rows, columns = shape = self.layer_shape(tensors)
+        reason = quant.refuse_shape(shape)
+        if reason is not None:
+            raise CheckpointError(reason)
+        scale = _take(tensors, "weight_scale")
+        if scale.dtype not in SCALE_DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in SCALE_DTYPES)
+            raise CheckpointError(f"weight_scale is {scale.dtype}; expected one of {allowed}")
+        for suffix, spec in self.tensors(shape, scheme, scale.dtype).items():
+            _check(suffix, _take(tensors, suffix), spec, scheme)
+        zero_point = None
+        if not quant.symmetric:
+            packed_GW = tensors["weight_zero_point"].T.contiguous()
+            zero_point = unpack_int(packed_GW, quant.num_bits, rows).T.contiguous()
+        return QuantizedTensor(
+            codes=unpack_int(tensors["weight_packed"], quant.num_bits, columns),
+            scale=scale,
+            zero_point=zero_point,
+            quant=quant,
+        )
+
+    def quantization_config(
+        self, groups: Sequence[SchemeGroup], ignore: Sequence[str]
+    ) -> dict[str, Any]:
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.name,
+            "quantization_status": "compressed",
+            "version": LAYOUT_VERSION,
+            "ignore": list(ignore),
+            "config_groups": {f"group_{i}": self._group(group) for i, group in enumerate(groups)},
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "moe_sparsity_config": None,
+            "sparsity_config": {},
+            "transform_config": {},
+        }
+
+    def _group(self, group: SchemeGroup) -> dict[str, Any]:
+        if not self.matches(group.scheme):
+            raise UnsupportedError(f"format {self.name} cannot hold scheme {group.scheme}")
+        weight = group.scheme.weight
+        return {
+            "format": self.name,
+            "targets": list(group.targets),
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": weight.num_bits,
+                "type": weight.dtype,
+                "symmetric": weight.symmetric,
+                "strategy": weight.granularity,
+                "group_size": weight.group_size,
+                "dynamic": False,
+            },
+        }
+
+    def parse_config(self, quantization_config: Mapping[str, Any]) -> QuantizationLayout:
+        groups = quantization_config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise CheckpointError("quantization_config: config_groups is missing or empty")
+        return QuantizationLayout(
+            format=self.name,
+            groups=tuple(_parse_group(name, group) for name, group in groups.items()),
+            ignore=_patterns("ignore", quantization_config.get("ignore") or ()),
+        )
+
+
+FORMAT = PackQuantized()
+
+
+def _take(tensors: Mapping[str, Tensor], suffix: str) -> Tensor:
+    if suffix not in tensors:
+        raise CheckpointError(f"{suffix} is missing")
+    return tensors[suffix]
+
+
+def _check(suffix: str, tensor: Tensor, spec: TensorSpec, scheme: QuantScheme) -> None:
+    fits = tensor.dtype == spec.dtype or suffix == "weight_shape"
+    if tuple(tensor.shape) != spec.shape or not fits:
+        raise CheckpointError(
+            f"{suffix} is {tensor.dtype} {list(tensor.shape)}; "
+            f"scheme {scheme} needs {spec.dtype} {list(spec.shape)}"
+        )
+
+
+def _parse_group(name: str, group: Any) -> SchemeGroup:
+    """One entry of ``config_groups``; `name` is for errors."""
+    where = f"quantization_config: {name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{where}: weights is {weights!r}; expected a mapping")
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) is not None:
+            raise UnsupportedError(f"{where}: {key} with format {FORMAT.name} are not supported")
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise UnsupportedError(f"{where}: actorder {weights['actorder']!r} is not supported")
+    scheme = QuantScheme(weight=_parse_weights(where, weights))
+    if not FORMAT.matches(scheme):
+        raise UnsupportedError(f"{where}: {FORMAT.name} with scheme {scheme} is not supported")
+    return SchemeGroup(targets=_patterns(f"{name}.targets", group.get("targets")), scheme=scheme)
+
+
+def _parse_weights(where: str, weights: Mapping[str, Any]) -> TensorQuant:
+    """compressed-tensors' QuantizationArgs as a `TensorQuant`, with its defaults."""
+    size = weights.get("group_size")
+    size = None if size == -1 else size
+    strategy: Any = weights.get("strategy")
+    if strategy is None:
+        inferred = "tensor" if weights.get("group_size") is None else "channel"
+        strategy = inferred if size is None else "group"
+    try:
+        return TensorQuant(
+            num_bits=weights.get("num_bits", 8),
+            dtype=weights.get("type", "int"),
+            symmetric=weights.get("symmetric", True),
+            granularity=strategy,
+            group_size=size,
+            dynamic=bool(weights.get("dynamic", False)),
+        )
+    except (RecipeError, TypeError) as error:
+        raise CheckpointError(f"{where}: weights: {error}") from error
+
+
+def _patterns(key: str, values: Any) -> tuple[str, ...]:
+    """Targets or ignored layers; each ``re:`` pattern must compile."""
+    if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
+        raise CheckpointError(
+            f"quantization_config: {key} is {values!r}; expected a list of strings"
+        )
+    for value in values:
+        try:
+            re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(
+                f"quantization_config: {key}: {value!r} is no pattern: {error}"
+            ) from error
+    return tuple(values)
