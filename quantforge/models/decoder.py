@@ -10,12 +10,15 @@ Legend: T tokens (of any number of sequences), D hidden size, H query heads, J k
 A head dim.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from quantforge_kernels import rms_norm, silu_mul
+from quantforge_kernels.op import KernelUnavailableError
 from torch import Tensor, nn
 
+from quantforge.errors import UnsupportedError
 from quantforge.models.config import ModelConfig
 from quantforge.models.linear import Linear, split_outputs
 from quantforge.models.rope import Rope, RotaryEmbedding
@@ -35,10 +38,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.run: Callable[..., Any] = rms_norm.OP.reference.run
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(normed, sum): `sum` is ``x + residual``, the new residual stream."""
-        out: tuple[Tensor, Tensor] = rms_norm.OP.reference.run(x, self.weight, self.eps, residual)
+        out: tuple[Tensor, Tensor] = self.run(x, self.weight, self.eps, residual)
         return out
 
 
@@ -93,6 +97,7 @@ class MLP(nn.Module):
         self.up_proj: Linear | None = Linear(config.hidden_size, config.intermediate_size)
         self.gate_up_proj: Linear | None = None
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.activate: Callable[..., Any] = silu_mul.OP.reference.run
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.gate_up_proj is not None:
@@ -101,7 +106,7 @@ class MLP(nn.Module):
             assert self.gate_proj is not None
             assert self.up_proj is not None
             gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
-        out: Tensor = self.down_proj(silu_mul.OP.reference.run(gate, up))
+        out: Tensor = self.down_proj(self.activate(gate, up))
         return out
 
 
@@ -139,6 +144,23 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rotary = RotaryEmbedding(config)
 
+    def bind(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Chooses the ops for `device` and `dtype`; until then they are the references.
+
+        Raises `UnsupportedError` with the reason when QUANTFORGE_KERNELS forbids what is left.
+        """
+        problem = {"device": device.type, "dtype": dtype}
+        try:
+            norm = rms_norm.OP.select(**problem).run
+            activate = silu_mul.OP.select(**problem).run
+        except KernelUnavailableError as error:
+            raise UnsupportedError(str(error)) from error
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.run = norm
+            elif isinstance(module, MLP):
+                module.activate = activate
+
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend
     ) -> Tensor:
@@ -148,7 +170,7 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for block in self.layers:
             x, residual = block(x, residual, rope, backend)
-        normed, _ = self.norm(x, residual)
+        normed: Tensor = self.norm(x, residual)[0]
         return normed
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

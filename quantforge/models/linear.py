@@ -4,7 +4,7 @@ Legend: M tokens, N out features, K in features.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
+from quantforge.schemes import TensorQuant
 
 
 class LinearInner(Protocol):
@@ -42,17 +43,13 @@ class QuantizedInner:
     def __init__(
         self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
     ) -> None:
-        quant = qtensor.quant
+        device = qtensor.codes.device
         candidate = w4a16.OP.select(
-            device=qtensor.codes.device.type,
-            dtype=compute_dtype,
-            shape=qtensor.shape,
-            num_bits=quant.num_bits,
-            symmetric=quant.symmetric,
-            group_size=quant.group_size,
+            **kernel_problem(qtensor.quant, qtensor.shape, device, compute_dtype)
         )
         plain = (qtensor.codes, qtensor.scale, qtensor.zero_point)
         self.kernel = candidate.name
+        self.scheme = str(qtensor.quant)
         self.run = candidate.run
         self.tensors = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
         self.bias = bias_N
@@ -60,6 +57,20 @@ class QuantizedInner:
     def __call__(self, x_MK: Tensor) -> Tensor:
         out: Tensor = self.run(x_MK, *self.tensors, self.bias)
         return out
+
+
+def kernel_problem(
+    quant: TensorQuant, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
+) -> dict[str, Any]:
+    """What `w4a16.OP` is asked to serve: a weight of `shape` [N, K] under `quant`."""
+    return {
+        "device": device.type,
+        "dtype": compute_dtype,
+        "shape": shape,
+        "num_bits": quant.num_bits,
+        "symmetric": quant.symmetric,
+        "group_size": quant.group_size,
+    }
 
 
 class Linear(nn.Module):
@@ -100,4 +111,4 @@ class Linear(nn.Module):
 
 def split_outputs(y_MN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Views of a merged projection's output, one a part."""
-    return tuple(y_MN.split(list(sizes), dim=-1))
+    return torch.split(y_MN, list(sizes), dim=-1)

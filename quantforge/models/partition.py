@@ -1,0 +1,161 @@
+"""Cuts weights for one rank of several, and joins projections that share an input.
+
+A rank owns whole heads and a slice of the MLP: q, k, v, gate and up are cut by rows (outputs), o
+and down by columns (inputs), so that the ranks' outputs of o and down sum to the whole. A column
+cut must not divide a quantization group.
+
+Legend: N out features, K in features, G groups of K.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import UnsupportedError, UsageError
+from quantforge.models.config import ModelConfig
+from quantforge.qtensor import QuantizedTensor
+from quantforge.schemes import QuantScheme
+
+ROW_PARALLEL = frozenset(
+    {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"}
+)
+COLUMN_PARALLEL = frozenset({"self_attn.o_proj", "mlp.down_proj"})
+
+Weight = Tensor | QuantizedTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """Rank `rank` of `world`; raises `UsageError` unless ``0 <= rank < world``."""
+
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise UsageError(f"rank {self.rank} is not in 0..{self.world - 1} (world {self.world})")
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """`config` with this rank's heads and MLP size. Raises `UnsupportedError` if uneven."""
+        sizes = {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+        }
+        for name, size in sizes.items():
+            if size % self.world:
+                raise UnsupportedError(f"{name} {size} is not divisible by {self.world} ranks")
+        return replace(
+            config,
+            num_heads=config.num_heads // self.world,
+            num_kv_heads=config.num_kv_heads // self.world,
+            intermediate_size=config.intermediate_size // self.world,
+        )
+
+    def refuse_scheme(self, name: str, in_features: int, scheme: QuantScheme) -> str | None:
+        """Why linear `name` of a block, with `in_features` inputs, cannot be cut, or None."""
+        quant = scheme.weight
+        if self.world == 1 or name not in COLUMN_PARALLEL or quant.group_size is None:
+            return None
+        share = in_features // self.world
+        if share % quant.group_size:
+            return (
+                f"{self.world} ranks cut its {in_features} inputs into {share}, which "
+                f"group_size {quant.group_size} does not divide"
+            )
+        return None
+
+    def cut(self, name: str, weight: Weight) -> Weight:
+        """This rank's part of the weight [N, K] of linear `name` of a block."""
+        if self.world == 1:
+            return weight
+        if name in ROW_PARALLEL:
+            return rows(weight, self.rank, self.world)
+        return columns(weight, self.rank, self.world) if name in COLUMN_PARALLEL else weight
+
+    def cut_bias(self, name: str, bias_N: Tensor | None) -> Tensor | None:
+        """This rank's part of a bias; that of a column-cut linear belongs to rank 0 alone."""
+        if self.world == 1 or bias_N is None:
+            return bias_N
+        if name in ROW_PARALLEL:
+            return bias_N.chunk(self.world)[self.rank]
+        return None if name in COLUMN_PARALLEL and self.rank else bias_N
+
+
+def rows(weight: Weight, part: int, parts: int) -> Weight:
+    """Part `part` of `parts` equal runs of output channels."""
+    if isinstance(weight, Tensor):
+        return weight.chunk(parts)[part]
+    return _map_fields(weight, lambda t: t.chunk(parts)[part])
+
+
+def columns(weight: Weight, part: int, parts: int) -> Weight:
+    """Part `part` of `parts` equal runs of inputs, with their groups' scales."""
+    if isinstance(weight, Tensor):
+        return weight.chunk(parts, dim=1)[part]
+
+    def cut(t: Tensor) -> Tensor:
+        return t if t.shape[1] == 1 else t.chunk(parts, dim=1)[part]
+
+    return _map_fields(weight, cut)
+
+
+def joinable(weights: Sequence[Weight]) -> bool:
+    """Whether `join` of these is exact: all dense, or all of one int channel or group scheme."""
+    if all(isinstance(w, Tensor) for w in weights):
+        return True
+    quants = {w.quant if isinstance(w, QuantizedTensor) else None for w in weights}
+    if len(quants) != 1 or not all(_is_plain(w) for w in weights):
+        return False
+    quant = quants.pop()
+    return quant is not None and quant.granularity in ("channel", "group")
+
+
+def join(weights: Sequence[Weight]) -> Weight:
+    """One weight whose output channels are those of `weights` in order; see `joinable`."""
+    dense = [w for w in weights if isinstance(w, Tensor)]
+    if len(dense) == len(weights):
+        return torch.cat(dense)
+    parts = [w for w in weights if isinstance(w, QuantizedTensor)]
+    zero_points = [p.zero_point for p in parts if p.zero_point is not None]
+    return QuantizedTensor(
+        codes=torch.cat([p.codes for p in parts]),
+        scale=torch.cat([p.scale for p in parts]),
+        zero_point=torch.cat(zero_points) if zero_points else None,
+        quant=parts[0].quant,
+    )
+
+
+def join_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """One bias for a joined linear; parts of `sizes` outputs without one get zeros."""
+    present = [b for b in biases if b is not None]
+    if not present:
+        return None
+    parts = zip(biases, sizes, strict=True)
+    return torch.cat([present[0].new_zeros(n) if b is None else b for b, n in parts])
+
+
+def _is_plain(weight: Weight) -> bool:
+    """Whether a quantized weight is an int one with codes, scales and zero points only."""
+    return (
+        isinstance(weight, QuantizedTensor)
+        and weight.quant.dtype == "int"
+        and weight.global_scale is None
+        and weight.input_scale is None
+        and weight.permutation is None
+        and weight.codebook is None
+    )
+
+
+def _map_fields(qtensor: QuantizedTensor, cut: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    if not _is_plain(qtensor) or qtensor.quant.granularity not in ("channel", "group"):
+        raise UnsupportedError(f"weights of scheme {qtensor.quant} cannot be cut for several ranks")
+    zero_point = qtensor.zero_point
+    return replace(
+        qtensor,
+        codes=cut(qtensor.codes),
+        scale=cut(qtensor.scale),
+        zero_point=None if zero_point is None else cut(zero_point),
+    )
