@@ -19,6 +19,7 @@ Every section is optional; an unknown key is refused with the nearest known one.
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -31,6 +32,9 @@ import yaml
 from quantforge.errors import RecipeError
 from quantforge.registry import did_you_mean
 from quantforge.resources import resource_folder
+
+EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Numbers such as 1e-3, which YAML 1.1 takes for strings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +171,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             raise RecipeError(f"{where} is {value!r}; expected a mapping")
         return dict(value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is float and isinstance(value, str) and EXPONENT.fullmatch(value):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
         raise RecipeError(f"{where} is {value!r}; expected {origin.__name__}")

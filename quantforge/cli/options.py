@@ -1,5 +1,6 @@
 """Options that several commands share, so that they read the same everywhere."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,4 +28,16 @@ DTypeOption = Annotated[
 ]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")
+]
+BaselineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline", metavar="MODEL", help="The unquantized model to compare with, as MODEL."
+    ),
+]
+TextTokensOption = Annotated[
+    int | None, typer.Option("--max-tokens", help="Use only the first tokens of the text.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", help="Also write a report: a .html or .md file.")
 ]
