@@ -41,3 +41,21 @@ TextTokensOption = Annotated[
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Also write a report: a .html or .md file.")
 ]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="DATA",
+        help="bundled, bundled:prose, bundled:code, bundled:chat, self (sampled from the model), "
+        "a .txt, .jsonl, .json or .parquet file, a Hub data set, or statistics of "
+        "'quantforge calibrate' (.safetensors).",
+    ),
+]
+NumSamplesOption = Annotated[int | None, typer.Option("--num-samples", help="Calibration samples.")]
+SequenceLengthOption = Annotated[
+    int | None, typer.Option("--sequence-length", help="Tokens of a calibration sample.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Order of the calibration text.")]
+ColumnOption = Annotated[
+    str | None, typer.Option("--column", help="Column that holds the text, or the messages.")
+]

@@ -9,7 +9,11 @@ from quantforge.models.rope import Rope
 
 
 class CausalAttention:
-    """An `AttentionBackend` over `num_sequences` full sequences laid end to end, nothing cached."""
+    """An `AttentionBackend` over `num_sequences` full sequences laid end to end, nothing cached.
+
+    Key and value heads are repeated for grouped queries: torch's own grouping falls back to the
+    whole score matrix in float32 on a GPU (2.0 GiB instead of 0.8 for 4 x 2048 tokens, 9 heads).
+    """
 
     def __init__(self, config: ModelConfig, num_sequences: int) -> None:
         self.config = config
@@ -18,8 +22,11 @@ class CausalAttention:
     def attend(self, layer: int, q_THA: Tensor, k_TJA: Tensor, v_TJA: Tensor, rope: Rope) -> Tensor:
         q, k = rope_op.OP.reference.run(q_THA, k_TJA, rope.cos, rope.sin)
 
-        def heads_first(x: Tensor) -> Tensor:
-            return x.reshape(self.num_sequences, -1, *x.shape[1:]).transpose(1, 2)
+        repeat = self.config.num_heads // self.config.num_kv_heads
+
+        def heads_first(x: Tensor, repeat: int = 1) -> Tensor:
+            heads = x.reshape(self.num_sequences, -1, *x.shape[1:]).transpose(1, 2)
+            return heads if repeat == 1 else heads.repeat_interleave(repeat, dim=1)
 
         length = q.shape[0] // self.num_sequences
         window = self.config.window(layer)
@@ -28,10 +35,9 @@ class CausalAttention:
             mask = q.new_ones((length, length)).tril().triu(1 - window).bool()
         out = F.scaled_dot_product_attention(
             heads_first(q),
-            heads_first(k),
-            heads_first(v_TJA),
+            heads_first(k, repeat),
+            heads_first(v_TJA, repeat),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=self.config.num_heads != self.config.num_kv_heads,
         )
         return out.transpose(1, 2).reshape(q_THA.shape)

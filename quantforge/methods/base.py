@@ -1,0 +1,115 @@
+"""What a method is: dense weights of a block in, quantized tensors out.
+
+A method lives in one file of this folder (found by `quantforge.registry`), which defines
+``METHOD = Method(...)``. It sees one block at a time and never the file system.
+
+Legend: N out features, K in features.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.calibration.capture import InputStatistics
+from quantforge.errors import RecipeError
+from quantforge.models.arch.base import InputGroup
+from quantforge.models.config import ModelConfig
+from quantforge.qtensor import QuantizedTensor
+from quantforge.registry import did_you_mean, load_entry
+from quantforge.schemes import TensorQuant
+
+
+@dataclass(kw_only=True, eq=False)
+class BlockTask:
+    """One block to quantize. Names are within the block (``mlp.down_proj``).
+
+    - `weights` [N, K] and `biases` [N] of the linears, `norms` [K] of the norms, in float32; a
+      method may replace entries (scales that move between layers);
+    - `quant` the scheme of every linear to quantize; a linear that is not in it stays dense;
+    - `statistics` by input group, empty for methods that need none;
+    - `scale_dtype` the dtype in which scales are stored.
+    """
+
+    layer: int
+    config: ModelConfig
+    groups: tuple[InputGroup, ...]
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    norms: dict[str, Tensor]
+    quant: Mapping[str, TensorQuant]
+    statistics: Mapping[str, InputStatistics]
+    scale_dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """What happened to one linear. Errors are relative: squared error over squared norm.
+
+    `output_error` is measured on the calibration text, None where there was none.
+    """
+
+    name: str
+    scheme: str
+    method: str
+    weight_error: float
+    output_error: float | None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockResult:
+    """The quantized linears of a block and their reports, by name within the block."""
+
+    qtensors: dict[str, QuantizedTensor]
+    reports: tuple[LayerReport, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method: `quantize_block(task, options)`, `options` an instance of `options_type`."""
+
+    name: str
+    summary: str
+    needs_statistics: bool
+    quantize_block: Callable[[BlockTask, Any], BlockResult]
+    options_type: type[Any]
+
+    def parse_options(self, values: Mapping[str, Any]) -> Any:
+        """The method's options from a recipe; raises `RecipeError` with the nearest known name."""
+        known = {f.name: f for f in dataclasses.fields(self.options_type)}
+        for key in values:
+            if key not in known:
+                raise RecipeError(
+                    f"method {self.name}: unknown option {key!r}{did_you_mean(key, known)}; "
+                    f"known: {', '.join(known) or 'none'}"
+                )
+        return self.options_type(**values)
+
+
+def load_method(name: str) -> Method:
+    """The method called `name`; raises `UnsupportedError` that lists the known ones."""
+    method: Method = load_entry("quantforge.methods", name, "method").METHOD
+    return method
+
+
+def squared_error(delta_NK: Tensor, second_moment: Tensor) -> float:
+    """Mean squared output error of a weight change: ``tr(dW G dW.T)``, G full or diagonal."""
+    if second_moment.dim() == 1:
+        return float((delta_NK.square() @ second_moment).sum())
+    return float(((delta_NK @ second_moment) * delta_NK).sum())
+
+
+def relative_errors(
+    original_NK: Tensor, restored_NK: Tensor, second_moment: Tensor | None
+) -> tuple[float, float | None]:
+    """(weight error, output error) of `restored_NK`, relative to the original's squared norms."""
+    delta = restored_NK - original_NK
+    weight_error = float(delta.square().sum() / original_NK.square().sum().clamp(min=1e-30))
+    if second_moment is None:
+        return weight_error, None
+    power = squared_error(original_NK, second_moment)
+    return weight_error, squared_error(delta, second_moment) / max(power, 1e-30)

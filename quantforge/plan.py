@@ -1,0 +1,157 @@
+"""What will be quantized how, decided and checked before any work starts."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from quantforge.checkpoint.base import Format, format_for
+from quantforge.checkpoint.reader import CheckpointReader
+from quantforge.errors import RecipeError, UnsupportedError
+from quantforge.methods.base import Method, load_method
+from quantforge.models.arch.base import Architecture
+from quantforge.models.config import ModelConfig
+from quantforge.models.loader import architecture_of, load_config
+from quantforge.recipe import QuantizeSection
+from quantforge.schemes import QuantScheme, preset, with_group_size
+
+AUTO_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizePlan:
+    """Method, format, and the scheme of every linear that will be quantized, by full name.
+
+    `planned_bytes` is what the weight files will hold, without headers.
+    """
+
+    method: Method
+    options: Any
+    architecture: Architecture
+    config: ModelConfig
+    scheme: QuantScheme
+    format: Format
+    layers: Mapping[str, QuantScheme]
+    ignore: tuple[str, ...]
+    planned_bytes: int
+
+    def block_linears(self, layer: int) -> dict[str, QuantScheme]:
+        """The targets of one block, by name within the block."""
+        prefix = self.architecture.block_prefix.format(layer=layer)
+        return {n.removeprefix(prefix): s for n, s in self.layers.items() if n.startswith(prefix)}
+
+    @property
+    def quantizes_lm_head(self) -> bool:
+        return self.architecture.lm_head in self.layers
+
+
+def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> QuantizePlan:
+    """The plan of `section` for the model behind `reader`.
+
+    Raises `UnsupportedError` for a model that is quantized already or that no format can hold, and
+    `RecipeError` for options, names to ignore or group sizes that do not fit.
+    """
+    if reader.layout is not None:
+        raise UnsupportedError(
+            f"{reader.folder} is quantized already ({reader.layout.format}); "
+            "quantize the original model instead"
+        )
+    method = load_method(section.method)
+    options = method.parse_options(section.options)
+    architecture = architecture_of(reader.config)
+    config = load_config(reader.config)
+    shapes = linear_shapes(reader, architecture, config)
+    targets, ignored = split_ignored(shapes, section.ignore)
+    if not targets:
+        raise RecipeError(f"ignore {list(section.ignore)} leaves nothing to quantize")
+    scheme = resolve_scheme(section, {name: shapes[name] for name in targets})
+    refuse_misfits({name: shapes[name] for name in targets}, scheme)
+    layout = format_for(scheme)
+    dense_bytes = sum(reader.spec(n).num_bytes for n in reader.names())
+    saved = 0
+    for name in targets:
+        specs = layout.tensors(shapes[name], scheme, config.dtype).values()
+        replaced = f"{name}.weight"
+        saved += reader.spec(replaced).num_bytes if replaced in reader else 0
+        saved -= sum(spec.num_bytes for spec in specs)
+    return QuantizePlan(
+        method=method,
+        options=options,
+        architecture=architecture,
+        config=config,
+        scheme=scheme,
+        format=layout,
+        layers=dict.fromkeys(targets, scheme),
+        ignore=tuple(ignored),
+        planned_bytes=dense_bytes - saved,
+    )
+
+
+def linear_shapes(
+    reader: CheckpointReader, architecture: Architecture, config: ModelConfig
+) -> dict[str, tuple[int, int]]:
+    """[out_features, in_features] of every linear of the blocks, and of lm_head, by full name."""
+    shapes = {}
+    for layer in range(config.num_layers):
+        prefix = architecture.block_prefix.format(layer=layer)
+        for group in architecture.input_groups:
+            for member in group.members:
+                rows, columns = reader.spec(f"{prefix}{member}.weight").shape
+                shapes[f"{prefix}{member}"] = (rows, columns)
+    shapes[architecture.lm_head] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def split_ignored(
+    names: Mapping[str, object], ignore: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """(targets, ignored): a pattern equals a name, or its last part, or globs it."""
+
+    def is_ignored(name: str, pattern: str) -> bool:
+        return pattern in (name, name.rsplit(".", 1)[-1]) or fnmatchcase(name, pattern)
+
+    for pattern in ignore:
+        if not any(is_ignored(name, pattern) for name in names):
+            raise RecipeError(
+                f"ignore: {pattern!r} matches no linear of the model; names look like "
+                f"{next(iter(names))!r} (glob patterns and last parts such as 'down_proj' work too)"
+            )
+    ignored = [n for n in names if any(is_ignored(n, p) for p in ignore)]
+    return [n for n in names if n not in ignored], ignored
+
+
+def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int]]) -> QuantScheme:
+    """The scheme of `section`, its group size chosen where that is ``auto``."""
+    scheme = preset(section.scheme)
+    if section.symmetric is not None:
+        weight = dataclasses.replace(scheme.weight, symmetric=section.symmetric)
+        scheme = dataclasses.replace(scheme, weight=weight)
+    size = section.group_size
+    if size == "auto":
+        if scheme.weight.granularity != "group":
+            return scheme
+        for candidate in AUTO_GROUP_SIZES:
+            if all(columns % candidate == 0 for _, columns in shapes.values()):
+                return with_group_size(scheme, candidate)
+        raise RecipeError(
+            f"no group size of {AUTO_GROUP_SIZES} divides every in_features of this model; "
+            "use --group-size channel, or ignore the layers that do not fit"
+        )
+    if size == "channel":
+        return with_group_size(scheme, None)
+    try:
+        return with_group_size(scheme, int(size))
+    except ValueError as error:
+        raise RecipeError(
+            f"group_size {size!r} is not auto, channel or a number such as 64"
+        ) from error
+
+
+def refuse_misfits(shapes: Mapping[str, tuple[int, int]], scheme: QuantScheme) -> None:
+    """Raises `RecipeError` that names the first layer which cannot have `scheme`, and how many."""
+    reasons = {n: r for n, s in shapes.items() if (r := scheme.weight.refuse_shape(s)) is not None}
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        others = f" (and {len(reasons) - 1} other layers)" if len(reasons) > 1 else ""
+        raise RecipeError(reason.replace(";", f" of {name}{others};", 1))
