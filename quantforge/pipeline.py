@@ -28,6 +28,7 @@ from quantforge.checkpoint.writer import CheckpointWriter
 from quantforge.errors import CalibrationError, CheckpointError
 from quantforge.methods.base import BlockTask, LayerReport, relative_errors
 from quantforge.models.decoder import DecoderBlock
+from quantforge.models.expected import check_finite
 from quantforge.models.linear import Linear
 from quantforge.models.loader import load_block, load_embedding
 from quantforge.plan import QuantizePlan
@@ -86,6 +87,8 @@ class Quantizer:
         """Quantizes every block into `writer`, then copies what is left of the model."""
         started = time.perf_counter()
         config = self.plan.config
+        for name in self._rest():
+            check_finite(self.reader, name, self.reader.tensor(name))
         if isinstance(self.evidence, CalibrationSet):
             self.activations = self._start_activations(self.evidence)
         for layer in range(config.num_layers):
@@ -186,16 +189,21 @@ class Quantizer:
         """`tensor` on the CPU in the dtype that the source has it in."""
         return tensor.to("cpu", self.reader.spec(name).dtype)
 
-    def _write_rest(self, writer: CheckpointWriter) -> None:
-        """Embedding, final norm and lm_head, and whatever else the source holds."""
-        plan = self.plan
+    def _rest(self) -> list[str]:
+        """Tensors outside the blocks: embedding, final norm, lm_head, whatever the source holds."""
+        architecture = self.plan.architecture
         blocks = tuple(
-            plan.architecture.block_prefix.format(layer=layer)
-            for layer in range(plan.config.num_layers)
+            architecture.block_prefix.format(layer=layer)
+            for layer in range(self.plan.config.num_layers)
         )
+        return [name for name in self.reader.names() if not name.startswith(blocks)]
+
+    def _write_rest(self, writer: CheckpointWriter) -> None:
+        """Everything outside the blocks, lm_head quantized if it is to be."""
+        plan = self.plan
         head = f"{plan.architecture.lm_head}.weight"
-        for name in self.reader.names():
-            if not name.startswith(blocks) and not (name == head and plan.quantizes_lm_head):
+        for name in self._rest():
+            if not (name == head and plan.quantizes_lm_head):
                 writer.add(name, self.reader.tensor(name))
         if plan.quantizes_lm_head:
             self._quantize_lm_head(
@@ -208,6 +216,7 @@ class Quantizer:
         quant = self.plan.layers[name].weight
         weight = self.reader.tensor(source).to(self.device).float()
         qtensor = quantize(weight, quant, scale_dtype=self.plan.config.dtype)
+        _refuse_bad_scales(name, qtensor)
         weight_error, _ = relative_errors(weight, qtensor.dequantize(weight.dtype), None)
         writer.add_linear(name, qtensor.to("cpu"), self.plan.format)
         self.reports.append(

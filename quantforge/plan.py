@@ -12,7 +12,9 @@ from quantforge.errors import RecipeError, UnsupportedError
 from quantforge.methods.base import Method, load_method
 from quantforge.models.arch.base import Architecture
 from quantforge.models.config import ModelConfig
+from quantforge.models.expected import check_checkpoint
 from quantforge.models.loader import architecture_of, load_config
+from quantforge.models.partition import Partition
 from quantforge.recipe import QuantizeSection
 from quantforge.schemes import QuantScheme, preset, with_group_size
 
@@ -49,8 +51,9 @@ class QuantizePlan:
 def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> QuantizePlan:
     """The plan of `section` for the model behind `reader`.
 
-    Raises `UnsupportedError` for a model that is quantized already or that no format can hold, and
-    `RecipeError` for options, names to ignore or group sizes that do not fit.
+    Raises `UnsupportedError` for a model that is quantized already or that no format can hold,
+    `CheckpointError` for tensors that are missing or of a wrong shape, and `RecipeError` for
+    options, names to ignore or group sizes that do not fit.
     """
     if reader.layout is not None:
         raise UnsupportedError(
@@ -61,6 +64,7 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
     options = method.parse_options(section.options)
     architecture = architecture_of(reader.config)
     config = load_config(reader.config)
+    check_checkpoint(reader, config, architecture, Partition())
     shapes = linear_shapes(reader, architecture, config)
     targets, ignored = split_ignored(shapes, section.ignore)
     if not targets:

@@ -114,7 +114,9 @@ def load_recipe(name: str) -> Recipe:
     path = recipe_path(name)
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = str(error).replace("\n", " ")
         raise RecipeError(f"recipe {path} is not valid YAML: {line}") from error
     return parse_recipe(document, source=name)
@@ -126,11 +128,11 @@ def parse_recipe(document: Any, source: str) -> Recipe:
         document = {}
     if not isinstance(document, Mapping):
         raise RecipeError(f"recipe {source}: expected a mapping of sections, found {document!r}")
-    recipe: Recipe = _build(Recipe, {**document, "source": source}, f"recipe {source}")
+    recipe: Recipe = read_section(Recipe, {**document, "source": source}, f"recipe {source}")
     return recipe
 
 
-def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
+def read_section(cls: Any, values: Mapping[str, Any], where: str) -> Any:
     """An instance of the dataclass `cls`, each value checked against its field's type."""
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
@@ -160,7 +162,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise RecipeError(f"{where} is {value!r}; expected a mapping")
-        return _build(hint, value, where)
+        return read_section(hint, value, where)
     origin = typing.get_origin(hint) or hint
     if origin is tuple:
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
@@ -175,5 +177,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is float and isinstance(value, str) and EXPONENT.fullmatch(value):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
-        raise RecipeError(f"{where} is {value!r}; expected {origin.__name__}")
+        advice = ""
+        if origin is str and isinstance(value, bool):
+            advice = "; YAML reads yes, no, on and off as booleans, so quote the word"
+        raise RecipeError(f"{where} is {value!r}; expected {origin.__name__}{advice}")
     return value

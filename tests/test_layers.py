@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 QUANTIZER = {"calibration", "methods", "plan", "pipeline"}
 RUNTIME = {"runtime", "evaluation", "serving"}
 
-MAY_IMPORT_KERNELS = {"qtensor", "models", "runtime", "cli"}
+MAY_IMPORT_KERNELS = {"qtensor", "models", "methods", "runtime", "cli"}
 """Besides the parts above models that hold ops, qtensor: it shares the rounding reference."""
 
 ONLY_IN_TESTS = {"transformers", "compressed_tensors", "accelerate", "tests", "pytest"}

@@ -43,6 +43,7 @@ class Activations:
                 f"sequence_length {self.length} exceeds the model's "
                 f"max_position_embeddings {config.max_position_embeddings}"
             )
+        _refuse_unknown_tokens(token_ids_ST, config.vocab_size)
         self.batch_samples = max(1, batch_tokens // self.length)
         self.rotary = RotaryEmbedding(config)
         home = self._home(token_ids_ST.numel() * config.hidden_size * dtype.itemsize)
@@ -90,3 +91,12 @@ class Activations:
         """Replaces the hidden states by `block`'s output."""
         for rows, positions, samples in self._batches():
             self.hidden[rows] = self._run(block, rows, positions, samples).to(self.hidden.device)
+
+
+def _refuse_unknown_tokens(token_ids_ST: Tensor, vocab_size: int) -> None:
+    largest = int(token_ids_ST.max())
+    if largest >= vocab_size:
+        raise CalibrationError(
+            f"calibration token id {largest} is outside the model's vocab_size {vocab_size}; "
+            "the tokenizer belongs to another model"
+        )

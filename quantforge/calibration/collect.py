@@ -6,7 +6,9 @@ from quantforge.calibration.activations import Activations
 from quantforge.calibration.capture import Capture, InputStatistics
 from quantforge.calibration.data import CalibrationSet
 from quantforge.checkpoint.reader import CheckpointReader
+from quantforge.models.expected import check_checkpoint
 from quantforge.models.loader import architecture_of, load_block, load_config, load_embedding
+from quantforge.models.partition import Partition
 from quantforge.progress import Progress, silent
 
 MAX_GRAM_BYTES = 4_000_000_000
@@ -44,6 +46,7 @@ def collect_statistics(
     be exceeded).
     """
     architecture, config = architecture_of(reader.config), load_config(reader.config)
+    check_checkpoint(reader, config, architecture, Partition())
     if diagonal is None:
         diagonal = gram_bytes(reader) > MAX_GRAM_BYTES
     activations = Activations(

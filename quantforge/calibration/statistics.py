@@ -56,7 +56,10 @@ def origin_of(
 def save_statistics(
     path: Path, layers: Mapping[int, Mapping[str, InputStatistics]], origin: StatisticsOrigin
 ) -> None:
-    """Writes `layers` (by index, then group) to `path`, beside it first, then renamed."""
+    """Writes `layers` (by index, then group) to `path`, beside it first, then renamed.
+
+    Raises `CalibrationError` when the disk refuses.
+    """
     tensors: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for index, groups in layers.items():
@@ -74,6 +77,8 @@ def save_statistics(
     try:
         save_file(tensors, partial, metadata=metadata)
         partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(f"cannot write the statistics file {path}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -93,8 +98,11 @@ class StatisticsFile:
                 f"{path} is no statistics file of 'quantforge calibrate' "
                 f"(format {metadata.get('format')!r}, expected {FORMAT!r})"
             )
-        self.origin = StatisticsOrigin(**json.loads(metadata["origin"]))
-        self._counts: dict[str, int] = json.loads(metadata["num_tokens"])
+        try:
+            self.origin = StatisticsOrigin(**json.loads(metadata["origin"]))
+            self._counts: dict[str, int] = dict(json.loads(metadata["num_tokens"]).items())
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CalibrationError(f"{path} has a damaged header: {error!r}") from error
 
     def require_model(self, folder: Path) -> Self:
         """Itself, if it was taken of the very weights in `folder`; else `CalibrationError`."""
@@ -113,7 +121,14 @@ class StatisticsFile:
             raise CalibrationError(f"{self.path} holds no statistics of layer {layer}")
         found = {}
         for group in groups:
-            fields = {f: self._file.get_tensor(f"{start}{group}.{f}") for f in FIELDS}
+            fields = {f: self._tensor(f"{start}{group}.{f}") for f in FIELDS}
             statistics = InputStatistics(num_tokens=self._counts[f"{start}{group}"], **fields)
             found[group] = statistics.to(device)
         return found
+
+    def _tensor(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CalibrationError(f"{self.path}: cannot read tensor {name}: {error}") from error
+        return tensor

@@ -59,6 +59,8 @@ def run(arguments: list[str] | None = None) -> int:
     """Runs one command line and gives its exit code."""
     try:
         code = build_app()(arguments, standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C within a command
+            return _fail("interrupted", EXIT_INTERRUPTED)
         return code if isinstance(code, int) else 0
     except typer.Abort:
         return _fail("interrupted", EXIT_INTERRUPTED)

@@ -80,6 +80,7 @@ def register(app: typer.Typer) -> None:
             source = resolve_model(model, progress=progress)
             reader = CheckpointReader(source)
             config = load_config(reader.config)
+            compute_dtype = resolve_dtype(dtype, where, config.dtype)
             data = calibration_set(
                 source, section, device=device, dtype=dtype, console=console, progress=progress
             )
@@ -87,7 +88,7 @@ def register(app: typer.Typer) -> None:
                 reader,
                 data,
                 device=where,
-                dtype=resolve_dtype(dtype, where, config.dtype),
+                dtype=compute_dtype,
                 diagonal=diagonal,
                 progress=progress,
             )
@@ -125,8 +126,12 @@ def _refuse_output(output: Path, overwrite: bool) -> None:
 
     if output.suffix != ".safetensors":
         raise UsageError(f"output {output} must end in .safetensors")
+    if output.is_dir():
+        raise UsageError(f"output {output} is a folder; name a file")
     if output.exists() and not overwrite:
         raise UsageError(f"output {output} exists; use --overwrite to replace it")
+    if not output.parent.is_dir():
+        raise UsageError(f"the folder of output {output} does not exist")
 
 
 def find_outliers(layers: "LayerStatistics") -> list[dict[str, Any]]:

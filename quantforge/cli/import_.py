@@ -11,7 +11,7 @@ from quantforge.cli.options import JsonOption, OverwriteOption, QuietOption
 def register(app: typer.Typer) -> None:
     @app.command(
         name="import",
-        epilog="Example:  quantforge import SmolLM2-135M.Q8_0.gguf --output models/smollm2",
+        epilog="Examples:  quantforge import SmolLM2-135M.Q8_0.gguf --output models/smollm2",
     )
     def import_(
         source: Annotated[Path, typer.Argument(metavar="GGUF", help="The .gguf file to import.")],

@@ -104,6 +104,7 @@ def register(app: typer.Typer) -> None:
         with console.progress() as progress:
             source = resolve_model(model, progress=progress)
             plan = plan_quantization(CheckpointReader(source), chosen.quantize)
+            compute_dtype = resolve_dtype(dtype, where, plan.config.dtype)
             console.say(_announce(model, plan))
             evidence = _evidence(source, plan, chosen, device, dtype, console, progress)
             report = quantize_model(
@@ -113,7 +114,7 @@ def register(app: typer.Typer) -> None:
                 plan,
                 evidence,
                 device=where,
-                dtype=resolve_dtype(dtype, where, plan.config.dtype),
+                dtype=compute_dtype,
                 overwrite=overwrite,
                 progress=progress,
             )

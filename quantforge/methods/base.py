@@ -19,6 +19,7 @@ from quantforge.errors import RecipeError
 from quantforge.models.arch.base import InputGroup
 from quantforge.models.config import ModelConfig
 from quantforge.qtensor import QuantizedTensor
+from quantforge.recipe import read_section
 from quantforge.registry import did_you_mean, load_entry
 from quantforge.schemes import TensorQuant
 
@@ -79,7 +80,7 @@ class Method:
     options_type: type[Any]
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
-        """The method's options from a recipe; raises `RecipeError` with the nearest known name."""
+        """The method's options from a recipe; raises `RecipeError` for a wrong name or type."""
         known = {f.name: f for f in dataclasses.fields(self.options_type)}
         for key in values:
             if key not in known:
@@ -87,7 +88,7 @@ class Method:
                     f"method {self.name}: unknown option {key!r}{did_you_mean(key, known)}; "
                     f"known: {', '.join(known) or 'none'}"
                 )
-        return self.options_type(**values)
+        return read_section(self.options_type, values, f"method {self.name}")
 
 
 def load_method(name: str) -> Method:

@@ -1,0 +1,99 @@
+"""The factor of a second moment that GPTQ spreads errors with, made so that it does not fail.
+
+GPTQ needs U, upper triangular, with ``U.T @ U = inverse(G)``. Factoring G from its last row
+upwards, ``G = V @ V.T`` with V upper triangular, gives it without inverting G: ``U = inverse(V)``.
+G is divided by its mean diagonal first; U enters GPTQ only through ratios of its entries.
+
+Legend: K in features.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RAISES = (3, 10, 30, 100)
+MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factor:
+    """`upper` [K, K] float32 in the column order `order` [K], or None: then round to nearest.
+
+    `dead` [K] marks inputs that were zero in every token: their weights count as zero. `notes` say
+    what was done and why, for the report.
+    """
+
+    upper: Tensor | None
+    order: Tensor
+    dead: Tensor
+    notes: dict[str, Any]
+
+    def without_dead(self, weight_NK: Tensor) -> Tensor:
+        """The weight with the columns of dead inputs set to zero."""
+        return weight_NK.masked_fill(self.dead, 0.0)
+
+
+def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
+    """The factor of `moment` [K, K], which must be finite.
+
+    `damping` times the mean diagonal is added to the diagonal. Where the factorisation fails, the
+    damping is raised step by step up to 1; then all is tried again in float64; then there is none.
+    """
+    diagonal = moment.diagonal()
+    dead = diagonal == 0
+    num_dead = int(dead.sum())
+    if num_dead == len(diagonal):
+        reason = "every input was zero in the calibration text"
+        return _no_factor(moment, torch.zeros_like(dead), reason)
+    mean = diagonal[~dead].abs().mean()
+    gram = moment / mean
+    gram[dead, :] = 0.0
+    gram[:, dead] = 0.0
+    gram.diagonal()[dead] = 1.0
+    order = torch.arange(len(diagonal), device=moment.device)
+    if act_order:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    gram = gram[order][:, order]
+    ladder = _ladder(damping)
+    for dtype in (torch.float32, torch.float64):
+        for used in ladder:
+            upper = _inverse_upper(gram.to(dtype), used)
+            if upper is None:
+                continue
+            notes: dict[str, Any] = {"damping": used, "act_order": act_order}
+            if num_dead:
+                notes["dead_columns"] = num_dead
+            if dtype == torch.float64:
+                notes["factorised_in"] = "float64"
+                notes["damping_reason"] = f"no Cholesky factor in float32 at damping {ladder}"
+            elif used != damping:
+                tried = ladder[: ladder.index(used)]
+                notes["damping_reason"] = f"no Cholesky factor at damping {tried}"
+            return Factor(upper=upper.float(), order=order, dead=dead, notes=notes)
+    reason = f"no Cholesky factor in float32 or float64 at damping {ladder}"
+    return _no_factor(moment, torch.zeros_like(dead), reason)
+
+
+def _no_factor(moment: Tensor, dead: Tensor, reason: str) -> Factor:
+    order = torch.arange(moment.shape[0], device=moment.device)
+    return Factor(upper=None, order=order, dead=dead, notes={"fallback": f"rtn: {reason}"})
+
+
+def _ladder(damping: float) -> tuple[float, ...]:
+    """Rising shares of the mean diagonal, from `damping` to at most 1."""
+    raised = (float(f"{damping * r:.6g}") for r in RAISES)  # 0.03, not 0.030000000000000002
+    return (damping, *(r for r in raised if r <= MAX_DAMPING))
+
+
+def _inverse_upper(gram: Tensor, damping: float) -> Tensor | None:
+    """U with ``U.T @ U = inverse(gram + damping)``, or None where there is no finite one."""
+    damped = gram.clone()
+    damped.diagonal().add_(damping)
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if int(failed):
+        return None
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+    return upper if bool(torch.isfinite(upper).all()) else None
