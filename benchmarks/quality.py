@@ -32,8 +32,9 @@ def main() -> None:
             record = measure(arguments, method, scheme or "w4a16", Path(scratch) / "checkpoint")
             sys.stderr.write(json.dumps(record) + "\n")
             records.append(record)
-    document = {**environment(arguments), "records": records}
-    arguments.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            document = {**environment(arguments), "records": records}
+            text = json.dumps(document, indent=2) + "\n"
+            arguments.output.write_text(text, encoding="utf-8")  # each time: a run may be cut short
 
 
 def parse() -> argparse.Namespace:
@@ -73,6 +74,9 @@ def measure(
         "method": method,
         "scheme": quantized["scheme"],
         "ppl": found["ppl"],
+        "kl": compared["mean_kl"],
+        "top1": compared["top1"],
+        "ppl_baseline": compared["ppl_baseline"],
         "comparison": compared,
         "bits_per_weight": found["bits_per_weight"],
         "seconds": quantized["seconds"],
