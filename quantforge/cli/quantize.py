@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quantforge.recipe import Recipe
 
 WORST_LAYERS = 5
+STATISTICS_SUFFIX = ".safetensors"
 
 
 def register(app: typer.Typer) -> None:
@@ -82,6 +83,15 @@ def register(app: typer.Typer) -> None:
         from quantforge.plan import plan_quantization
 
         console = Console(json_output=json_output, quiet=quiet)
+        _refuse_text_options(
+            calibration,
+            {
+                "--num-samples": num_samples,
+                "--sequence-length": sequence_length,
+                "--seed": seed,
+                "--column": column,
+            },
+        )
         chosen = _recipe(
             recipe,
             {
@@ -137,6 +147,18 @@ def _recipe(name: str | None, quantize: dict[str, Any], calibration: dict[str, A
     )
 
 
+def _refuse_text_options(calibration: str | None, given: dict[str, Any]) -> None:
+    """Refuses options that choose text where a statistics file has fixed it already."""
+    from quantforge.errors import UsageError
+
+    named = [option for option, value in given.items() if value is not None]
+    if named and (calibration or "").endswith(STATISTICS_SUFFIX):
+        raise UsageError(
+            f"{named[0]} chooses calibration text, but {calibration} holds statistics that were "
+            "taken already; leave it out, or run 'quantforge calibrate' with it"
+        )
+
+
 def _refuse_output(output: Path, overwrite: bool) -> None:
     """Refuses an existing output before any work, not after hours of it."""
     from quantforge.errors import UsageError
@@ -169,7 +191,7 @@ def _evidence(
     if not plan.method.needs_statistics:
         return None
     section = recipe.calibration
-    if section.dataset.endswith(".safetensors"):
+    if section.dataset.endswith(STATISTICS_SUFFIX):
         return StatisticsFile(Path(section.dataset)).require_model(source)
     return calibration_set(
         source, section, device=device, dtype=dtype, console=console, progress=progress

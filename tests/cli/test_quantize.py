@@ -245,6 +245,11 @@ def test_recipes_that_are_wrong(
         (("--dtype", "int4"), EXIT_USAGE, ("unknown dtype 'int4'",)),
         (("--device", "tpu9"), EXIT_USAGE, ("tpu9",)),
         (("--num-samples", "0"), EXIT_USAGE, ("0 samples",)),
+        (
+            ("--calibration", "taken.safetensors", "--num-samples", "8"),
+            EXIT_USAGE,
+            ("--num-samples chooses calibration text", "taken.safetensors"),
+        ),
         (("--num-samples", "few"), EXIT_USAGE, ("--num-samples", "integer")),
         (("--no-such-option",), EXIT_USAGE, ("--no-such-option",)),
     ],
