@@ -26,7 +26,8 @@ class QuantizedTensor:
     - `quant` the scheme of the weight.
 
     Fields that only some schemes have: `global_scale` (FP4), `input_scale` (static activations),
-    `permutation` (columns of an imported activation-ordered checkpoint), `codebook` (NF4).
+    `permutation` int64 [K] (imported activation-ordered checkpoints: column j of `codes` multiplies
+    input ``permutation[j]``), `codebook` (NF4).
     """
 
     codes: Tensor
@@ -43,13 +44,17 @@ class QuantizedTensor:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K], rounded once to `dtype` (default: the scale's dtype)."""
+        """The weight [N, K], rounded once to `dtype` (default: the scale's dtype).
+
+        Columns are in the order of the inputs, whatever the permutation.
+        """
         grouped: Tensor = round_from_int(
             _group(self.codes, self.quant),
             self.scale.unsqueeze(-1),
             None if self.zero_point is None else self.zero_point.unsqueeze(-1),
         )
-        return grouped.reshape(self.shape).to(dtype or self.scale.dtype)
+        weight = grouped.reshape(self.shape).to(dtype or self.scale.dtype)
+        return weight if self.permutation is None else weight[:, self.permutation.argsort()]
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """The same tensor with every field on `device`."""

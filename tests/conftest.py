@@ -33,6 +33,12 @@ def tiny() -> Any:
 
 
 @pytest.fixture(scope="session")
+def layouts() -> Any:
+    """The module tests/oracles/layouts.py."""
+    return _load(Path(__file__).parent / "oracles" / "layouts.py")
+
+
+@pytest.fixture(scope="session")
 def _tiny_models(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """As `tiny_model`, but each model is made once and must not be changed."""
     made: dict[str, Path] = {}

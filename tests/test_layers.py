@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("calibration", "runtime"),
     ("methods", "evaluation", "serving"),
-    ("plan",),
+    ("plan", "convert"),
     ("pipeline",),
     ("console",),
     ("cli",),

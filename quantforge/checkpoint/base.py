@@ -14,12 +14,15 @@ from torch import Tensor
 
 from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
-from quantforge.registry import entry_names, load_entry
+from quantforge.registry import did_you_mean, entry_names, load_entry
 from quantforge.schemes import QuantScheme
 
 PACKAGE = "quantforge.checkpoint"
 SHARED = ("base", "inspection", "manifest", "reader", "shard", "verify", "writer")
 """Files of this folder that are not formats."""
+
+NATIVE = "compressed_tensors"
+"""The file of the format that `format_for` prefers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +84,24 @@ def _rank(target: str, layer: str, class_name: str) -> int | None:
 
 
 class Format(Protocol):
-    """One on-disk layout of quantized linears. Implementations hold no state."""
+    """One on-disk layout of quantized linears. Implementations hold no state.
+
+    `suffixes` are those that only tensors of a quantized layer have (``weight_packed``), and
+    `scale_suffix` is the one of the scales.
+    """
 
     name: str
+    scale_suffix: str
+    suffixes: frozenset[str]
 
     def matches(self, scheme: QuantScheme) -> bool:
         """Whether this format can hold `scheme`."""
 
     def matches_config(self, quantization_config: Mapping[str, Any]) -> bool:
         """Whether a ``quantization_config`` of a config.json was written in this format."""
+
+    def refuse(self, layer: str, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        """Why `layer` of `shape` [out_features, in_features] cannot be stored, or None."""
 
     def tensors(
         self, shape: tuple[int, int], scheme: QuantScheme, scale_dtype: torch.dtype
@@ -115,9 +127,19 @@ class Format(Protocol):
 
 
 def known_formats() -> tuple[Format, ...]:
-    """Every format of this folder."""
-    names = entry_names(PACKAGE, SHARED)
+    """Every format of this folder, the native one first."""
+    names = sorted(entry_names(PACKAGE, SHARED), key=lambda name: name != NATIVE)
     return tuple(load_entry(PACKAGE, name, "format", SHARED).FORMAT for name in names)
+
+
+def format_named(name: str) -> Format:
+    """The format called `name`; raises `UnsupportedError` naming the formats."""
+    known = {candidate.name: candidate for candidate in known_formats()}
+    if name not in known:
+        raise UnsupportedError(
+            f"unknown format {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+        )
+    return known[name]
 
 
 def format_for(scheme: QuantScheme) -> Format:

@@ -19,7 +19,6 @@ Eight codes fill exactly b bytes, so packing works on bytes and words are a view
 Legend: N out features, K in features, G groups of K, R rows, C codes of a row, W words of a row.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantforge.checkpoint._stored import check_pattern, check_spec, take, take_scale
 from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup, TensorSpec
 from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
 from quantforge.qtensor import QuantizedTensor
@@ -34,8 +34,6 @@ from quantforge.schemes import QuantScheme, TensorQuant
 
 LAYOUT_VERSION = "0.20.1"
 """The release of compressed-tensors whose layout this is."""
-
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def pack_int(codes_RC: Tensor, num_bits: int) -> Tensor:
@@ -73,6 +71,8 @@ class PackQuantized:
     """The `Format` of this file: weight-only integers, one scale a channel or a group."""
 
     name = "pack-quantized"
+    scale_suffix = "weight_scale"
+    suffixes = frozenset({"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"})
 
     def matches(self, scheme: QuantScheme) -> bool:
         weight = scheme.weight
@@ -93,6 +93,9 @@ class PackQuantized:
             kinds = own or kinds
         return kinds == {self.name}
 
+    def refuse(self, layer: str, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        return scheme.weight.refuse_shape(shape)
+
     def tensors(
         self, shape: tuple[int, int], scheme: QuantScheme, scale_dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
@@ -111,7 +114,7 @@ class PackQuantized:
         return specs
 
     def layer_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        stored = _take(tensors, "weight_shape")
+        stored = take(tensors, "weight_shape")
         if stored.shape != (2,) or stored.dtype not in (torch.int64, torch.int32):
             raise CheckpointError(
                 f"weight_shape is {stored.dtype} {list(stored.shape)}; expected int64 [2]"
@@ -124,7 +127,8 @@ class PackQuantized:
     def encode(self, qtensor: QuantizedTensor) -> dict[str, Tensor]:
         quant = qtensor.quant
         if not self.matches(QuantScheme(weight=quant)) or qtensor.permutation is not None:
-            raise UnsupportedError(f"format {self.name} cannot hold weight scheme {quant}")
+            order = " in activation order" if qtensor.permutation is not None else ""
+            raise UnsupportedError(f"format {self.name} cannot hold weight scheme {quant}{order}")
         tensors = {
             "weight_packed": pack_int(qtensor.codes, quant.num_bits),
             "weight_scale": qtensor.scale.contiguous(),
@@ -144,12 +148,10 @@ class PackQuantized:
         reason = quant.refuse_shape(shape)
         if reason is not None:
             raise CheckpointError(reason)
-        scale = _take(tensors, "weight_scale")
-        if scale.dtype not in SCALE_DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in SCALE_DTYPES)
-            raise CheckpointError(f"weight_scale is {scale.dtype}; expected one of {allowed}")
+        scale = take_scale(tensors, self.scale_suffix)
         for suffix, spec in self.tensors(shape, scheme, scale.dtype).items():
-            _check(suffix, _take(tensors, suffix), spec, scheme)
+            if suffix != "weight_shape":  # `layer_shape` has read it
+                check_spec(suffix, take(tensors, suffix), spec, scheme)
         zero_point = None
         if not quant.symmetric:
             packed_GW = tensors["weight_zero_point"].T.contiguous()
@@ -211,21 +213,6 @@ class PackQuantized:
 FORMAT = PackQuantized()
 
 
-def _take(tensors: Mapping[str, Tensor], suffix: str) -> Tensor:
-    if suffix not in tensors:
-        raise CheckpointError(f"{suffix} is missing")
-    return tensors[suffix]
-
-
-def _check(suffix: str, tensor: Tensor, spec: TensorSpec, scheme: QuantScheme) -> None:
-    fits = tensor.dtype == spec.dtype or suffix == "weight_shape"
-    if tuple(tensor.shape) != spec.shape or not fits:
-        raise CheckpointError(
-            f"{suffix} is {tensor.dtype} {list(tensor.shape)}; "
-            f"scheme {scheme} needs {spec.dtype} {list(spec.shape)}"
-        )
-
-
 def _parse_group(name: str, group: Any) -> SchemeGroup:
     """One entry of ``config_groups``; `name` is for errors."""
     where = f"quantization_config: {name}"
@@ -271,10 +258,6 @@ def _patterns(key: str, values: Any) -> tuple[str, ...]:
             f"quantization_config: {key} is {values!r}; expected a list of strings"
         )
     for value in values:
-        try:
-            re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
-        except re.error as error:
-            raise CheckpointError(
-                f"quantization_config: {key}: {value!r} is no pattern: {error}"
-            ) from error
+        if value.startswith("re:"):
+            check_pattern(f"quantization_config: {key}", value.removeprefix("re:"))
     return tuple(values)

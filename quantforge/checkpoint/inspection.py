@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.base import known_formats
 from quantforge.checkpoint.manifest import read_manifest, to_json
 from quantforge.checkpoint.reader import CheckpointReader, class_name
 from quantforge.errors import CheckpointError
@@ -30,8 +31,10 @@ class LayerSize:
 
 def quantized_layers(reader: CheckpointReader) -> tuple[str, ...]:
     """Layers that have tensors of a quantized linear (``weight_packed`` ...), config or not."""
+    marks = frozenset[str]().union(*(known.suffixes for known in known_formats()))
     split = (name.rpartition(".") for name in reader.names())
-    return tuple(sorted({layer for layer, _, suffix in split if suffix.startswith("weight_")}))
+    found = {n for n, _, suffix in split if suffix in marks or suffix.startswith("weight_")}
+    return tuple(sorted(found))
 
 
 def dense_linears(reader: CheckpointReader) -> tuple[str, ...]:

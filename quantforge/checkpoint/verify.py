@@ -191,7 +191,7 @@ def _decoded_scale(reader: CheckpointReader, layer: str, scheme: QuantScheme) ->
     assert reader.format is not None, "a layer with a scheme has a format"
     reader.linear(layer)
     stored = reader.layer_tensors(layer)
-    scale = stored["weight_scale"]
+    scale = stored[reader.format.scale_suffix]
     shape = reader.format.layer_shape(stored)
     known = {*reader.format.tensors(shape, scheme, scale.dtype), "bias"}
     if left := sorted(set(stored) - known):

@@ -78,10 +78,18 @@ def _check_linear(
             _check_shape(reader, f"{layer}.{suffix}", spec.shape)
     if has_bias:
         _check_tensor(reader, f"{layer}.bias", shape[:1])
-    elif f"{layer}.bias" in reader:
+    elif f"{layer}.bias" in reader and not (
+        scheme is not None and _is_zero_bias(reader, layer, shape[0])
+    ):
         raise CheckpointError(
             f"{reader.folder}: tensor {layer}.bias is there, but config.json says no bias"
         )
+
+
+def _is_zero_bias(reader: CheckpointReader, layer: str, out_features: int) -> bool:
+    """Old GPTQ files give every linear a bias; where the model has none it is zero."""
+    name = f"{layer}.bias"
+    return reader.spec(name).shape == (out_features,) and not bool(reader.tensor(name).any())
 
 
 def _check_tensor(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:

@@ -38,7 +38,10 @@ class DenseInner:
 
 
 class QuantizedInner:
-    """A weight-only quantized product through the kernel that `w4a16.OP` selects."""
+    """A weight-only quantized product through the kernel that `w4a16.OP` selects.
+
+    Inputs are put into the order of a weight that has a permutation.
+    """
 
     def __init__(
         self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
@@ -53,8 +56,11 @@ class QuantizedInner:
         self.run = candidate.run
         self.tensors = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
         self.bias = bias_N
+        self.permutation = qtensor.permutation
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x_MK = x_MK[..., self.permutation]
         out: Tensor = self.run(x_MK, *self.tensors, self.bias)
         return out
 

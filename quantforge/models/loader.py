@@ -186,8 +186,9 @@ class _Source:
             dense = weight.to(self.device, self.dtype)
             check_finite(self.reader, f"{layer}.weight", dense)
             return dense, bias
+        assert self.reader.format is not None, "a quantized weight came through a format"
         qtensor = weight.to(self.device)
-        check_finite(self.reader, f"{layer}.weight_scale", qtensor.scale)
+        check_finite(self.reader, f"{layer}.{self.reader.format.scale_suffix}", qtensor.scale)
         return qtensor, bias
 
     def install(self, linear: Linear, weight: Weight, bias: Tensor | None, layer: str) -> None:

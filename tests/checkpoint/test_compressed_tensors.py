@@ -208,7 +208,9 @@ def test_a_scheme_without_format_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "hqq", "bits": 4},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
         {},
     ],

@@ -198,8 +198,8 @@ def test_a_target_that_is_dense_is_named(make_checkpoint: MakeCheckpoint) -> Non
 
 
 def test_a_foreign_quantization_is_unsupported(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    with pytest.raises(UnsupportedError, match="'awq'"):
+    config = {"quantization_config": {"quant_method": "hqq", "bits": 4}}
+    with pytest.raises(UnsupportedError, match="'hqq'"):
         CheckpointReader(plain_folder(tmp_path / "m", config))
 
 

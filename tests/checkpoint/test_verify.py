@@ -192,8 +192,8 @@ def test_an_unreadable_folder_is_a_failed_check(make_checkpoint: MakeCheckpoint)
 
 def test_a_foreign_format_is_unsupported_not_broken(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint()
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedError, match="gptq"):
+    change_config(folder, quantization_config={"quant_method": "hqq", "bits": 4})
+    with pytest.raises(UnsupportedError, match="hqq"):
         verify_checkpoint(folder)
 
 
