@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from quantforge.checkpoint.manifest import Manifest, provenance_versions
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.checkpoint.writer import CheckpointWriter
-from quantforge.errors import CalibrationError, CheckpointError
-from quantforge.methods.base import BlockTask, LayerReport, relative_errors
+from quantforge.errors import CalibrationError, CheckpointError, UsageError
+from quantforge.fingerprint import make_fingerprint
+from quantforge.methods.base import BlockResult, BlockTask, LayerReport, relative_errors
 from quantforge.models.decoder import DecoderBlock
 from quantforge.models.expected import check_finite
 from quantforge.models.linear import Linear
@@ -35,6 +37,14 @@ from quantforge.plan import QuantizePlan
 from quantforge.progress import Progress, silent
 from quantforge.qtensor import QuantizedTensor, quantize
 from quantforge.recipe import Recipe
+from quantforge.resume import (
+    FinishedBlock,
+    WorkFolder,
+    open_work_folder,
+    progress_bytes,
+    remove_work,
+    work_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +89,33 @@ class Quantizer:
         self.device = device
         self.dtype = dtype
         self.progress = progress
+        self.work: WorkFolder | None = None
         self.activations: Activations | None = None
         self.reports: list[LayerReport] = []
         self.seconds = {"calibrate": 0.0, "quantize": 0.0, "total": 0.0}
 
-    def run(self, writer: CheckpointWriter) -> None:
-        """Quantizes every block into `writer`, then copies what is left of the model."""
+    def run(self, writer: CheckpointWriter, work: WorkFolder | None = None) -> None:
+        """Quantizes every block into `writer`, then copies what is left of the model.
+
+        Blocks that are finished in `work` are taken from there; the others are kept in it.
+        """
         started = time.perf_counter()
+        self.work = work
         config = self.plan.config
         for name in self._rest():
             check_finite(self.reader, name, self.reader.tensor(name))
+        passed = 0
         if isinstance(self.evidence, CalibrationSet):
             self.activations = self._start_activations(self.evidence)
+            passed = 0 if work is None else work.restore_hidden(self.activations.hidden)
         for layer in range(config.num_layers):
             self.progress("quantizing blocks", layer, config.num_layers)
-            self._quantize_block(layer, writer)
+            finished = None if work is None else work.block(layer)
+            if finished is None:
+                finished = self._quantize_block(layer)
+            elif layer >= passed:
+                self._advance(layer, finished, self._decoded(layer, finished))
+            self._write_block(layer, finished, writer)
         self.progress("quantizing blocks", config.num_layers, config.num_layers)
         self._write_rest(writer)
         self.seconds["total"] = time.perf_counter() - started
@@ -108,28 +130,79 @@ class Quantizer:
             dtype=self.dtype,
         )
 
-    def _quantize_block(self, layer: int, writer: CheckpointWriter) -> None:
-        plan = self.plan
-        block = load_block(
+    def _load_block(self, layer: int) -> DecoderBlock:
+        return load_block(
             self.reader,
-            plan.config,
-            plan.architecture,
+            self.plan.config,
+            self.plan.architecture,
             layer,
             device=self.device,
             dtype=self.dtype,
         )
+
+    def _quantize_block(self, layer: int) -> FinishedBlock:
+        """Block `layer`, quantized and kept for a resumed run; the hidden states move behind it."""
+        plan = self.plan
+        block = self._load_block(layer)
         with self._timed("calibrate"):
             statistics = self._statistics(layer, block)
         task = self._task(layer, block, statistics)
         with self._timed("quantize"):
             result = plan.method.quantize_block(task, plan.options)
-        prefix = plan.architecture.block_prefix.format(layer=layer)
-        self.reports += [replace(r, name=prefix + r.name) for r in result.reports]
-        self._write_block(prefix, task, result.qtensors, writer)
-        if self.activations is not None and layer + 1 < plan.config.num_layers:
-            _load_results(block, task, result.qtensors, self.dtype)
-            with self._timed("calibrate"):
-                self.activations.advance(block)
+        finished = self._finished(layer, task, result)
+        if self.work is not None:
+            self.work.add_block(layer, finished)
+        self._advance(layer, finished, result.qtensors, block)
+        return finished
+
+    def _finished(self, layer: int, task: BlockTask, result: BlockResult) -> FinishedBlock:
+        prefix = self._prefix(layer)
+        encoded = {}
+        for name, qtensor in result.qtensors.items():
+            _refuse_bad_scales(prefix + name, qtensor)
+            for suffix, tensor in self.plan.format.encode(qtensor.to("cpu")).items():
+                encoded[f"{name}.{suffix}"] = tensor
+        kept = {n: w for n, w in task.weights.items() if n not in result.qtensors} | task.norms
+        dense = {f"{n}.weight": t for n, t in kept.items()}
+        return FinishedBlock(
+            encoded=encoded,
+            dense=dense | {f"{n}.bias": t for n, t in task.biases.items()},
+            reports=tuple(replace(r, name=prefix + r.name) for r in result.reports),
+        )
+
+    def _decoded(self, layer: int, finished: FinishedBlock) -> dict[str, QuantizedTensor]:
+        """The quantized linears of a block that an earlier run finished."""
+        if self.activations is None:
+            return {}
+        found = {}
+        for name, scheme in self.plan.block_linears(layer).items():
+            start = f"{name}."
+            parts = {
+                n.removeprefix(start): t for n, t in finished.encoded.items() if n.startswith(start)
+            }
+            found[name] = self.plan.format.decode(parts, scheme).to(self.device)
+        return found
+
+    def _advance(
+        self,
+        layer: int,
+        finished: FinishedBlock,
+        qtensors: Mapping[str, QuantizedTensor],
+        block: DecoderBlock | None = None,
+    ) -> None:
+        """Moves the hidden states through block `layer` as it was quantized, if any need them."""
+        if self.activations is None or layer + 1 == self.plan.config.num_layers:
+            return
+        if block is None:
+            block = self._load_block(layer)
+        _load_results(block, qtensors, finished.dense, self.device, self.dtype)
+        with self._timed("calibrate"):
+            self.activations.advance(block)
+        if self.work is not None:
+            self.work.keep_hidden(layer, self.activations.hidden)
+
+    def _prefix(self, layer: int) -> str:
+        return self.plan.architecture.block_prefix.format(layer=layer)
 
     def _statistics(self, layer: int, block: DecoderBlock) -> dict[str, InputStatistics]:
         groups = self.plan.architecture.input_groups
@@ -146,7 +219,7 @@ class Quantizer:
     ) -> BlockTask:
         """The block's weights in float32, as stored in the source (not in the compute dtype)."""
         plan = self.plan
-        prefix = plan.architecture.block_prefix.format(layer=layer)
+        prefix = self._prefix(layer)
         names = [member for g in plan.architecture.input_groups for member in g.members]
 
         def load(name: str) -> Tensor:
@@ -169,21 +242,13 @@ class Quantizer:
             scale_dtype=plan.config.dtype,
         )
 
-    def _write_block(
-        self,
-        prefix: str,
-        task: BlockTask,
-        qtensors: Mapping[str, QuantizedTensor],
-        writer: CheckpointWriter,
-    ) -> None:
-        for name, qtensor in qtensors.items():
-            _refuse_bad_scales(prefix + name, qtensor)
-            writer.add_linear(prefix + name, qtensor.to("cpu"), self.plan.format)
-        dense = {n: w for n, w in task.weights.items() if n not in qtensors} | task.norms
-        for name, tensor in dense.items():
-            writer.add(f"{prefix}{name}.weight", self._stored(f"{prefix}{name}.weight", tensor))
-        for name, tensor in task.biases.items():
-            writer.add(f"{prefix}{name}.bias", self._stored(f"{prefix}{name}.bias", tensor))
+    def _write_block(self, layer: int, finished: FinishedBlock, writer: CheckpointWriter) -> None:
+        prefix = self._prefix(layer)
+        self.reports += finished.reports
+        for name, tensor in finished.encoded.items():
+            writer.add(prefix + name, tensor)
+        for name, tensor in finished.dense.items():
+            writer.add(prefix + name, self._stored(prefix + name, tensor))
 
     def _stored(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor` on the CPU in the dtype that the source has it in."""
@@ -191,11 +256,7 @@ class Quantizer:
 
     def _rest(self) -> list[str]:
         """Tensors outside the blocks: embedding, final norm, lm_head, whatever the source holds."""
-        architecture = self.plan.architecture
-        blocks = tuple(
-            architecture.block_prefix.format(layer=layer)
-            for layer in range(self.plan.config.num_layers)
-        )
+        blocks = tuple(self._prefix(layer) for layer in range(self.plan.config.num_layers))
         return [name for name in self.reader.names() if not name.startswith(blocks)]
 
     def _write_rest(self, writer: CheckpointWriter) -> None:
@@ -253,20 +314,25 @@ class _Timer:
 
 def _load_results(
     block: DecoderBlock,
-    task: BlockTask,
     qtensors: Mapping[str, QuantizedTensor],
+    dense: Mapping[str, Tensor],
+    device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Puts the quantized weights, dequantized, and the changed norms into `block`."""
-    for name, weight in task.weights.items():
-        linear = block.get_submodule(name)
-        assert isinstance(linear, Linear)
-        bias = task.biases.get(name)
-        dense = qtensors[name].dequantize(dtype) if name in qtensors else weight.to(dtype)
-        linear.load_dense(dense, None if bias is None else bias.to(dtype))
-    for name, norm in task.norms.items():
+    """Puts the quantized weights, dequantized, and what changed beside them into `block`."""
+    owners = {name.rpartition(".")[0] for name in dense}
+    for name in sorted(owners | qtensors.keys()):
         module = block.get_submodule(name)
-        module.weight = torch.nn.Parameter(norm.to(dtype), requires_grad=False)
+        weight = (
+            qtensors[name].dequantize(dtype)
+            if name in qtensors
+            else dense[f"{name}.weight"].to(device, dtype)
+        )
+        if isinstance(module, Linear):
+            bias = dense.get(f"{name}.bias")
+            module.load_dense(weight, None if bias is None else bias.to(device, dtype))
+        else:
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def _refuse_bad_scales(name: str, qtensor: QuantizedTensor) -> None:
@@ -288,13 +354,20 @@ def quantize_model(
     device: torch.device,
     dtype: torch.dtype,
     overwrite: bool = False,
+    resume: bool = False,
+    resume_every: int | None = None,
     progress: Progress = silent,
 ) -> QuantizeReport:
     """Quantizes `source` into the folder `output` as `plan` says.
 
     The folder appears only when it is complete, has its manifest, and was opened again and
-    verified. Raises what its parts raise, naming files and layers.
+    verified. Finished blocks are kept beside it (`quantforge.resume`) until then; `resume` goes on
+    from those of an earlier run, and `resume_every` says after how many blocks the hidden states
+    are written too (None: by their size; 0: nothing is kept). Raises what its parts raise, naming
+    files and layers.
     """
+    if resume and resume_every == 0:
+        raise UsageError("--resume needs kept progress; --resume-every 0 keeps none")
     reader = CheckpointReader(source)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -302,13 +375,18 @@ def quantize_model(
     with CheckpointWriter(
         output, overwrite=overwrite, source=source, expected_bytes=plan.planned_bytes
     ) as writer:
-        quantizer.run(writer)
-        for path in reader.side_files():
-            writer.copy_file(path)
-        manifest = _manifest(reader, recipe, plan, evidence, quantizer.reports, progress)
-        writer.commit(
-            _config(reader, plan), manifest=manifest, check=lambda folder: _verify(folder, plan)
-        )
+        hashes = reader.file_hashes(progress)
+        fingerprint = make_fingerprint(hashes, plan, evidence, device, dtype)
+        needed = plan.planned_bytes + progress_bytes(plan, evidence, dtype)
+        with _work(output, fingerprint, resume, resume_every, needed) as work:
+            quantizer.run(writer, work)
+            for path in reader.side_files():
+                writer.copy_file(path)
+            writer.commit(
+                _config(reader, plan),
+                manifest=_manifest(reader, hashes, recipe, plan, evidence, quantizer.reports),
+                check=lambda folder: _verify(folder, plan),
+            )
     return QuantizeReport(
         output=output,
         layers=tuple(quantizer.reports),
@@ -316,6 +394,22 @@ def quantize_model(
         written_bytes=plan.planned_bytes,
         peak_device_bytes=(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0),
         peak_host_bytes=peak_host_bytes(),
+    )
+
+
+def _work(
+    output: Path,
+    fingerprint: Mapping[str, object],
+    resume: bool,
+    every: int | None,
+    expected_bytes: int,
+) -> AbstractContextManager[WorkFolder | None]:
+    """The run's work folder; nothing, and an older one removed, where none is wanted."""
+    if every == 0:
+        remove_work(work_folder(output))
+        return nullcontext()
+    return open_work_folder(
+        output, fingerprint, resume=resume, every=every, expected_bytes=expected_bytes
     )
 
 
@@ -351,11 +445,11 @@ def _config(reader: CheckpointReader, plan: QuantizePlan) -> dict[str, object]:
 
 def _manifest(
     reader: CheckpointReader,
+    hashes: Mapping[str, str],
     recipe: Recipe,
     plan: QuantizePlan,
     evidence: Evidence | None,
     reports: list[LayerReport],
-    progress: Progress,
 ) -> Manifest:
     calibration: dict[str, object] | None = None
     if isinstance(evidence, CalibrationSet):
@@ -370,7 +464,7 @@ def _manifest(
         calibration = {"statistics": evidence.path.name, **asdict(evidence.origin)}
     return Manifest(
         versions=provenance_versions(),
-        source={"name": reader.folder.name, "hashes": reader.file_hashes(progress)},
+        source={"name": reader.folder.name, "hashes": dict(hashes)},
         recipe=asdict(recipe),
         scheme=str(plan.scheme),
         method=plan.method.name,

@@ -23,6 +23,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("calibration", "runtime"),
     ("methods", "evaluation", "serving"),
     ("plan", "convert"),
+    ("estimate", "fingerprint"),
+    ("resume",),
     ("pipeline",),
     ("console",),
     ("cli",),
@@ -30,11 +32,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Parts of quantforge, lowest first. A part may import itself and what lies on lower floors."""
 
-QUANTIZER = {"calibration", "methods", "plan", "pipeline"}
+QUANTIZER = {"calibration", "methods", "plan", "estimate", "fingerprint", "resume", "pipeline"}
 RUNTIME = {"runtime", "evaluation", "serving"}
 
-MAY_IMPORT_KERNELS = {"qtensor", "models", "methods", "runtime", "cli"}
-"""Besides the parts above models that hold ops, qtensor: it shares the rounding reference."""
+MAY_IMPORT_KERNELS = {"qtensor", "models", "methods", "fingerprint", "runtime", "cli"}
+"""Besides the parts above models that hold ops: qtensor, which shares the rounding reference, and
+fingerprint, which hashes the code."""
 
 ONLY_IN_TESTS = {"transformers", "compressed_tensors", "accelerate", "tests", "pytest"}
 

@@ -308,9 +308,10 @@ def test_a_killed_run_leaves_no_output_and_the_next_one_cleans_up(
     before = hashes(source)
     command = [sys.executable, "-c", KILLED, str(source), str(results / "out")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
-    left = [path.name for path in results.iterdir()]
-    assert len(left) == 1
+    left = sorted(path.name for path in results.iterdir())
+    assert len(left) == 2
     assert left[0].startswith(".out.partial-")
+    assert left[1] == ".out.resume"
     assert hashes(source) == before
     quantize_folder(source, results / "out", method="rtn")
     assert [path.name for path in results.iterdir()] == ["out"]

@@ -15,7 +15,7 @@ from quantforge.errors import EXIT_BAD_DATA, EXIT_INTERRUPTED, QuantForgeError
 from quantforge.registry import entry_names, load_entry
 
 PACKAGE = "quantforge.cli"
-SHARED = ("app", "evidence", "options")
+SHARED = ("app", "dry_run", "evidence", "options")
 
 
 def build_app() -> typer.Typer:

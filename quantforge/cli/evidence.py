@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from quantforge.progress import Progress
     from quantforge.recipe import CalibrationSection
 
+STATISTICS_SUFFIX = ".safetensors"
+"""What tells statistics of ``quantforge calibrate`` from text."""
+
 
 def calibration_section(
     section: "CalibrationSection", overrides: dict[str, Any]

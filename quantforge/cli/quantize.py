@@ -1,5 +1,6 @@
 """``quantforge quantize``: makes a model small, block by block, and checks what it wrote."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,14 @@ from quantforge.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from quantforge.console import Console
     from quantforge.pipeline import Evidence, QuantizeReport
     from quantforge.plan import QuantizePlan
     from quantforge.recipe import Recipe
 
 WORST_LAYERS = 5
-STATISTICS_SUFFIX = ".safetensors"
 
 
 def register(app: typer.Typer) -> None:
@@ -34,10 +36,14 @@ def register(app: typer.Typer) -> None:
         epilog="Examples:  quantforge quantize models/smollm2 --method awq --scheme w4a16 --output "
         "models/smollm2-awq  |  quantforge quantize org/model --recipe awq_w4a16 --calibration "
         "texts.jsonl --output out  |  quantforge quantize models/smollm2 --method rtn --output out"
+        "  |  quantforge quantize models/smollm2 --dry-run"
     )
     def quantize(
         model: ModelArgument,
-        output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+        output: Annotated[
+            Path | None,
+            typer.Option("--output", "-o", help="Folder to write; --dry-run needs none."),
+        ] = None,
         recipe: Annotated[
             str | None,
             typer.Option("--recipe", help="A shipped recipe or a .yaml file; options override it."),
@@ -71,13 +77,31 @@ def register(app: typer.Typer) -> None:
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
         overwrite: OverwriteOption = False,
+        resume: Annotated[
+            bool,
+            typer.Option("--resume", help="Go on after the last finished block of a killed run."),
+        ] = False,
+        resume_every: Annotated[
+            int | None,
+            typer.Option(
+                "--resume-every",
+                min=0,
+                help="Blocks between two writes of the calibration samples' hidden states "
+                "(default: by their size); 0 keeps no progress at all.",
+            ),
+        ] = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Show the plan and its cost; write nothing.")
+        ] = False,
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
         """Quantize a model into a compressed-tensors folder, verified before it appears."""
         from quantforge.checkpoint.reader import CheckpointReader
+        from quantforge.cli.dry_run import show_plan
         from quantforge.console import Console
         from quantforge.device import resolve_device, resolve_dtype
+        from quantforge.errors import UsageError
         from quantforge.models.source import resolve_model
         from quantforge.pipeline import quantize_model
         from quantforge.plan import plan_quantization
@@ -109,25 +133,35 @@ def register(app: typer.Typer) -> None:
                 "column": column,
             },
         )
-        _refuse_output(output, overwrite)
+        if output is not None:
+            _refuse_output(output, overwrite)
+        elif not dry_run:
+            raise UsageError("give the folder to write with --output, or only plan with --dry-run")
         where = resolve_device(device)
         with console.progress() as progress:
             source = resolve_model(model, progress=progress)
-            plan = plan_quantization(CheckpointReader(source), chosen.quantize)
+            reader = CheckpointReader(source)
+            plan = plan_quantization(reader, chosen.quantize)
             compute_dtype = resolve_dtype(dtype, where, plan.config.dtype)
+            if dry_run or output is None:
+                show_plan(console, model, reader, plan, chosen.calibration, where, compute_dtype)
+                return
             console.say(_announce(model, plan))
             evidence = _evidence(source, plan, chosen, device, dtype, console, progress)
-            report = quantize_model(
-                source,
-                output,
-                chosen,
-                plan,
-                evidence,
-                device=where,
-                dtype=compute_dtype,
-                overwrite=overwrite,
-                progress=progress,
-            )
+            with _progress_kept(console, output, resume=resume):
+                report = quantize_model(
+                    source,
+                    output,
+                    chosen,
+                    plan,
+                    evidence,
+                    device=where,
+                    dtype=compute_dtype,
+                    overwrite=overwrite,
+                    resume=resume,
+                    resume_every=resume_every,
+                    progress=progress,
+                )
         _show(console, plan, report)
 
 
@@ -149,6 +183,7 @@ def _recipe(name: str | None, quantize: dict[str, Any], calibration: dict[str, A
 
 def _refuse_text_options(calibration: str | None, given: dict[str, Any]) -> None:
     """Refuses options that choose text where a statistics file has fixed it already."""
+    from quantforge.cli.evidence import STATISTICS_SUFFIX
     from quantforge.errors import UsageError
 
     named = [option for option, value in given.items() if value is not None]
@@ -165,6 +200,31 @@ def _refuse_output(output: Path, overwrite: bool) -> None:
 
     if output.exists() and not overwrite:
         raise UsageError(f"output {output} exists; use --overwrite to replace it")
+
+
+@contextmanager
+def _progress_kept(console: "Console", output: Path, *, resume: bool) -> "Iterator[None]":
+    """Says what an earlier run left, and after an interrupt or error what this one leaves."""
+    from quantforge.errors import CheckpointError
+    from quantforge.resume import num_kept_blocks
+
+    found = num_kept_blocks(output)
+    if resume:
+        console.say(f"resuming after {_blocks(found)}" if found else "no run to resume; starting")
+    elif found:
+        console.say(
+            f"replacing {_blocks(found)} of an earlier run, which --resume would have continued"
+        )
+    try:
+        yield
+    except (KeyboardInterrupt, CheckpointError):
+        if kept := num_kept_blocks(output):
+            console.say(f"{_blocks(kept)} kept; the same command with --resume continues")
+        raise
+
+
+def _blocks(count: int) -> str:
+    return f"{count} finished block{'' if count == 1 else 's'}"
 
 
 def _announce(model: str, plan: "QuantizePlan") -> str:
@@ -186,7 +246,7 @@ def _evidence(
 ) -> "Evidence | None":
     """Calibration text, or a file of statistics; nothing for a method that needs none."""
     from quantforge.calibration.statistics import StatisticsFile
-    from quantforge.cli.evidence import calibration_set
+    from quantforge.cli.evidence import STATISTICS_SUFFIX, calibration_set
 
     if not plan.method.needs_statistics:
         return None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from quantforge_kernels import w4a16
+from quantforge_kernels.op import KernelUnavailableError
 from torch import Tensor, nn
 
 from quantforge.errors import UnsupportedError
@@ -77,6 +78,19 @@ def kernel_problem(
         "symmetric": quant.symmetric,
         "group_size": quant.group_size,
     }
+
+
+def serving_kernel(
+    quant: TensorQuant, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
+) -> tuple[str | None, str | None]:
+    """(kernel, None) that a weight of `shape` [N, K] will be multiplied by, or (None, reason)."""
+    if quant.dtype != "int":
+        return None, f"no kernel loads weight scheme {quant}"
+    try:
+        candidate = w4a16.OP.select(**kernel_problem(quant, shape, device, compute_dtype))
+    except KernelUnavailableError as error:
+        return None, str(error)
+    return candidate.name, None
 
 
 class Linear(nn.Module):

@@ -296,8 +296,13 @@ def test_the_source_cannot_be_the_output(tiny_model: TinyModel, command: Command
     assert hashes(source) == before
 
 
-def test_an_interrupt_leaves_nothing_and_exits_with_130(
-    tiny_model: TinyModel, output: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["", "quiet"])
+def test_an_interrupt_keeps_finished_blocks_says_so_and_exits_with_130(
+    quiet: tuple[str, ...],
+    tiny_model: TinyModel,
+    output: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = tiny_model()
     before = hashes(source)
@@ -306,20 +311,142 @@ def test_an_interrupt_leaves_nothing_and_exits_with_130(
         assert any(path.name.startswith(".out.partial") for path in output.parent.iterdir())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline.Quantizer, "_write_rest", interrupt)
-    found = command("quantize", source, "-o", output, "-m", "rtn", "-q", *CPU)
+    arguments = ("quantize", source, "-o", output, "-m", "rtn", *CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.Quantizer, "_write_rest", interrupt)
+        found = command(*arguments, *quiet)
+    assert (found.code, found.out) == (EXIT_INTERRUPTED, "")
+    assert found.err.endswith("interrupted\n")
+    kept = "2 finished blocks kept; the same command with --resume continues\n"
+    assert (kept in found.err) is not bool(quiet)
+    assert left_behind(output) == [".out.resume"]
+    assert hashes(source) == before
+    refused = command(*arguments, "--resume", "--symmetric", "-q")
+    refused.refused(EXIT_USAGE, "another run", "was 'int4-g64-asym', is 'int4-g64-sym'")
+    found = command(*arguments, "--resume")
+    assert found.code == EXIT_OK
+    assert "resuming after 2 finished blocks" in found.err
+    assert left_behind(output) == ["out"]
+
+
+def test_an_interrupt_before_the_first_block_is_done_leaves_nothing(
+    tiny_model: TinyModel, output: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.Quantizer, "_quantize_block", interrupt)
+    found = command("quantize", tiny_model(), "-o", output, "-m", "rtn", "-q", *CPU)
     assert (found.code, found.out, found.err) == (EXIT_INTERRUPTED, "", "interrupted\n")
     assert left_behind(output) == []
-    assert hashes(source) == before
 
 
-def test_a_full_disk_is_one_line(
+def test_a_run_without_resume_says_that_it_replaces_progress(
     tiny_model: TinyModel, output: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    arguments = ("quantize", tiny_model(), "-o", output, "-m", "rtn", *CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.Quantizer, "_write_rest", interrupt)
+        assert command(*arguments).code == EXIT_INTERRUPTED
+    found = command(*arguments)
+    assert found.code == EXIT_OK
+    assert "replacing 2 finished blocks of an earlier run, which --resume would" in found.err
+    assert left_behind(output) == ["out"]
+    found = command(*arguments, "--resume", "--overwrite")
+    assert found.code == EXIT_OK
+    assert "no run to resume; starting" in found.err
+
+
+# --- dry run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-m", "rtn"),
+        ("-m", "rtn", "--symmetric", "--group-size", "32"),
+        ("-m", "rtn", "--scheme", "w8a16", "--ignore", "down_proj"),
+    ],
+    ids=["w4a16", "symmetric", "ignore"],
+)
+def test_a_dry_run_writes_nothing_and_its_bytes_are_those_of_the_real_run(
+    options: tuple[str, ...], tiny_model: TinyModel, output: Path, command: Command
+) -> None:
+    source = tiny_model()
+    before = hashes(source)
+    found = command("quantize", source, "-o", output, *options, "--dry-run", "--json", *CPU)
+    assert found.code == EXIT_OK
+    assert not output.parent.exists()
+    assert hashes(source) == before
+    planned = json.loads(found.out)
+    found = command("quantize", source, "-o", output, *options, "--json", *CPU)
+    real = json.loads(found.out)
+    tensors = load_file(output / "model.safetensors")
+    assert planned["planned_bytes"] == real["written_bytes"]
+    assert planned["planned_bytes"] == sum(t.nbytes for t in tensors.values())
+    for group in planned["groups"]:
+        last = group["name"].rpartition(".")[2]
+        stored = [t.nbytes for n, t in tensors.items() if n.split(".")[-2] == last]
+        assert sum(stored) == group["num_bytes"], group
+    measured = real["checkpoint"]["bits_per_weight"]["quantized_linears"]
+    assert planned["bits_per_weight"] == pytest.approx(measured)
+    assert planned["scheme"] == real["scheme"]
+
+
+def test_a_dry_run_shows_layers_kernels_and_memory_and_needs_no_output(
+    tiny_model: TinyModel, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tie_word_embeddings=True)
+    found = command("quantize", source, "--dry-run", *SMALL)
+    assert found.code == EXIT_OK
+    assert found.out.count("\n") == 1
+    assert "nothing written" in found.out
+    assert "self_attn.q_proj (2)" in found.err
+    assert "dequantize-once" in found.err
+    document = json.loads(command("quantize", source, "--dry-run", "--json", *SMALL).out)
+    assert document["calibration_tokens"] == 4 * 32
+    assert {group["kernel"] for group in document["groups"]} == {"dequantize-once"}
+    assert [group["count"] for group in document["groups"]] == [2] * 7
+    assert document["host_bytes"] > 4 * 32 * 64 * 4
+    assert document["device_bytes"] == 0
+    monkeypatch.setenv("QUANTFORGE_KERNELS", "triton")
+    found = command("quantize", source, "--dry-run", "--json", *SMALL)
+    kernels = {group["kernel"] for group in json.loads(found.out)["groups"]}
+    assert kernels <= {"dequantize-once", None}
+
+
+def test_without_output_only_a_dry_run_is_possible(tiny_model: TinyModel, command: Command) -> None:
+    command("quantize", tiny_model(), "-q", *CPU).refused(EXIT_USAGE, "--output", "--dry-run")
+
+
+def test_a_dry_run_refuses_what_a_run_would(
+    tiny_model: TinyModel, output: Path, command: Command
+) -> None:
+    output.mkdir(parents=True)
+    found = command("quantize", tiny_model(), "-o", output, "--dry-run", "-q", *CPU)
+    found.refused(EXIT_USAGE, "--overwrite")
+    found = command("quantize", tiny_model(), "--group-size", "48", "--dry-run", "-q", *CPU)
+    found.refused(EXIT_USAGE, "group_size 48")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"), [((), ".out.resume"), (("--resume-every", "0"), "results/out:")]
+)
+def test_a_full_disk_is_one_line(
+    options: tuple[str, ...],
+    names: str,
+    tiny_model: TinyModel,
+    output: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fill(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer.Shard, "add", fill)
-    found = command("quantize", tiny_model(), "-o", output, "-m", "rtn", "-q", *CPU)
-    found.refused(EXIT_BAD_DATA, str(output), "No space left on device")
+    found = command("quantize", tiny_model(), "-o", output, "-m", "rtn", "-q", *CPU, *options)
+    found.refused(EXIT_BAD_DATA, names, "No space left on device")
     assert left_behind(output) == []
