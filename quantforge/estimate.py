@@ -117,7 +117,7 @@ def _group(
     else:
         specs = plan.format.tensors(shape, scheme, plan.config.dtype).values()
         num_bytes = len(names) * sum(spec.num_bytes for spec in specs)
-        kernel, problem = serving_kernel(scheme.weight, shape, device, dtype)
+        kernel, problem = serving_kernel(scheme, shape, device, dtype)
     return LayerGroup(
         name=name,
         count=len(names),

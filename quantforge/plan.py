@@ -70,6 +70,11 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
     if not targets:
         raise RecipeError(f"ignore {list(section.ignore)} leaves nothing to quantize")
     scheme = resolve_scheme(section, {name: shapes[name] for name in targets})
+    if scheme.weight.dtype not in method.code_types:
+        raise RecipeError(
+            f"method {method.name} does not round to {scheme.weight.dtype} codes, which scheme "
+            f"{section.scheme} has; use method rtn"
+        )
     refuse_misfits({name: shapes[name] for name in targets}, scheme)
     layout = format_for(scheme)
     dense_bytes = sum(reader.spec(n).num_bytes for n in reader.names())
@@ -132,6 +137,11 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
         weight = dataclasses.replace(scheme.weight, symmetric=section.symmetric)
         scheme = dataclasses.replace(scheme, weight=weight)
     size = section.group_size
+    if size != "auto" and scheme.weight.dtype != "int":
+        raise RecipeError(
+            f"group_size {size!r}: scheme {section.scheme} has its own granularity, "
+            f"{scheme.weight}; leave group_size at auto"
+        )
     if size == "auto":
         if scheme.weight.granularity != "group":
             return scheme
@@ -154,7 +164,7 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
 
 def refuse_misfits(shapes: Mapping[str, tuple[int, int]], scheme: QuantScheme) -> None:
     """Raises `RecipeError` that names the first layer which cannot have `scheme`, and how many."""
-    reasons = {n: r for n, s in shapes.items() if (r := scheme.weight.refuse_shape(s)) is not None}
+    reasons = {n: r for n, s in shapes.items() if (r := scheme.refuse_shape(s)) is not None}
     if reasons:
         name, reason = next(iter(reasons.items()))
         others = f" (and {len(reasons) - 1} other layers)" if len(reasons) > 1 else ""

@@ -9,7 +9,15 @@ Legend: N out features, K in features, G groups of K.
 from dataclasses import dataclass
 
 import torch
-from quantforge_kernels.rounding import round_from_int, round_to_int
+import torch.nn.functional as F
+from quantforge_kernels.rounding import (
+    fp8_scale,
+    round_from_fp8,
+    round_from_int,
+    round_to_fp8,
+    round_to_int,
+    spread_blocks,
+)
 from torch import Tensor
 
 from quantforge.errors import UnsupportedError
@@ -21,7 +29,8 @@ class QuantizedTensor:
     """A weight as codes with scales.
 
     - `codes` int8 [N, K], or float8_e4m3fn [N, K] for E4M3;
-    - `scale` [N, G] (G = 1 for channel), [1, 1] for tensor, [N/bn, K/bk] for block; multiplies;
+    - `scale` [N, G] (G = 1 for channel), [1, 1] for tensor, [ceil(N/bn), ceil(K/bk)] for block;
+      multiplies;
     - `zero_point` int8, the shape of `scale`, or None when symmetric;
     - `quant` the scheme of the weight.
 
@@ -48,6 +57,10 @@ class QuantizedTensor:
 
         Columns are in the order of the inputs, whatever the permutation.
         """
+        if self.quant.dtype == "float":
+            spread = _spread(self.scale, self.quant, self.shape)
+            values: Tensor = round_from_fp8(self.codes, spread)
+            return values.to(dtype or self.scale.dtype)
         grouped: Tensor = round_from_int(
             _group(self.codes, self.quant),
             self.scale.unsqueeze(-1),
@@ -81,6 +94,37 @@ def _group(x_NK: Tensor, quant: TensorQuant) -> Tensor:
     return x_NK.reshape(x_NK.shape[0], quant.num_groups(x_NK.shape[1]), -1)
 
 
+def _refuse_unless_fp8(quant: TensorQuant) -> None:
+    if quant.num_bits != 8 or quant.granularity not in ("tensor", "channel", "block"):
+        raise UnsupportedError(
+            f"no arithmetic for weight scheme {quant}; use an int scheme, or fp8 with one scale a "
+            "tensor, channel or block"
+        )
+
+
+def _spread(scale: Tensor, quant: TensorQuant, shape: tuple[int, int]) -> Tensor:
+    """The scale of an E4M3 weight in a shape that broadcasts against [N, K] = `shape`."""
+    _refuse_unless_fp8(quant)
+    if quant.block_shape is None:
+        return scale
+    spread: Tensor = spread_blocks(scale, quant.block_shape, shape)
+    return spread
+
+
+def _largest(weight_NK: Tensor, quant: TensorQuant) -> Tensor:
+    """The largest magnitude under each scale of an E4M3 weight, in the shape of the scale."""
+    _refuse_unless_fp8(quant)
+    size = weight_NK.abs()
+    if quant.granularity == "tensor":
+        return size.amax().reshape(1, 1)
+    if quant.block_shape is None:
+        return size.amax(-1, keepdim=True)
+    rows, columns = quant.block_shape
+    padded = F.pad(size, (0, -size.shape[1] % columns, 0, -size.shape[0] % rows))
+    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    return blocks.amax((1, 3))
+
+
 def minmax_scale(
     weight_NK: Tensor, quant: TensorQuant, shrink: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
@@ -88,8 +132,11 @@ def minmax_scale(
 
     Symmetric: ``max|w| / ((2^b - 1) / 2)``. Asymmetric: ``(max - min) / (2^b - 1)`` over a range
     that holds zero, zero point ``round(code_min - min / scale)`` (compressed-tensors' rules).
-    `shrink` (a number, or [N, G]) multiplies the range: clipping. A group of zeros gets scale 1.
+    E4M3: ``max|w| / 448``. `shrink` (a number, or [N, G]) multiplies the range: clipping. A group
+    of zeros gets scale 1.
     """
+    if quant.dtype == "float":
+        return fp8_scale(_largest(weight_NK.float(), quant) * shrink), None
     grouped = _group(weight_NK.float(), quant)
     code_min, code_max = quant.code_range
     steps = float(code_max - code_min)
@@ -119,6 +166,11 @@ def quantize(
     if scale is None:
         scale, zero_point = minmax_scale(weight_NK, quant)
     scale = scale.to(scale_dtype or weight_NK.dtype)
+    if quant.dtype == "float":
+        shape = (weight_NK.shape[0], weight_NK.shape[1])
+        spread = _spread(scale.float(), quant, shape)
+        codes = round_to_fp8(weight_NK.float(), spread)
+        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, quant=quant)
     codes = round_to_int(
         _group(weight_NK.float(), quant),
         scale.float().unsqueeze(-1),

@@ -100,6 +100,15 @@ class TensorQuant:
             return f"group_size {self.group_size} does not divide in_features {shape[1]}; {advice}"
         return None
 
+    def refuse_input(self, in_features: int) -> str | None:
+        """Why inputs of `in_features` values cannot be quantized so at run time, or None."""
+        if self.group_size is not None and in_features % self.group_size:
+            return (
+                f"one activation scale for {self.group_size} inputs does not divide in_features "
+                f"{in_features}; use a scheme with one scale a token, such as fp8_dynamic"
+            )
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantScheme:
@@ -110,6 +119,13 @@ class QuantScheme:
 
     def __str__(self) -> str:
         return str(self.weight) if self.activation is None else f"{self.weight}+{self.activation}"
+
+    def refuse_shape(self, shape: tuple[int, int]) -> str | None:
+        """Why a linear of `shape` [out_features, in_features] cannot have this scheme, or None."""
+        reason = self.weight.refuse_shape(shape)
+        if reason is None and self.activation is not None:
+            return self.activation.refuse_input(shape[1])
+        return reason
 
 
 def _int_weights(num_bits: int, *, symmetric: bool) -> QuantScheme:
@@ -124,6 +140,16 @@ PRESETS: dict[str, QuantScheme] = {
     "w4a16": _int_weights(4, symmetric=False),
     "w4a16_sym": _int_weights(4, symmetric=True),
     "w8a16": QuantScheme(weight=TensorQuant(num_bits=8, granularity="channel")),
+    "fp8_dynamic": QuantScheme(
+        weight=TensorQuant(num_bits=8, dtype="float", granularity="channel"),
+        activation=TensorQuant(num_bits=8, dtype="float", granularity="token", dynamic=True),
+    ),
+    "fp8_block": QuantScheme(
+        weight=TensorQuant(num_bits=8, dtype="float", granularity="block", block_shape=(128, 128)),
+        activation=TensorQuant(
+            num_bits=8, dtype="float", granularity="group", group_size=128, dynamic=True
+        ),
+    ),
 }
 """Schemes by name. ``w4a16`` has zero points: at four bits they cost 1 % of size and win quality
 (llm-compressor's W4A16 is our ``w4a16_sym``)."""

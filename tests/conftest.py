@@ -93,12 +93,11 @@ def reference_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def quantized_model() -> Callable[[Path, Callable[[str], Any]], Path]:
-    """``quantized_model(folder, scheme_of)``: a copy of a dense model in compressed-tensors'
-    format, its blocks' linears rounded as ``scheme_of(layer)`` (a QuantScheme or None) says."""
+    """``quantized_model(folder, scheme_of)``: a copy of a dense model, its blocks' linears
+    rounded as ``scheme_of(layer)`` (a QuantScheme or None) says, in the format of the first."""
 
     def make(folder: Path, scheme_of: Callable[[str], Any]) -> Path:
-        from quantforge.checkpoint.base import SchemeGroup
-        from quantforge.checkpoint.compressed_tensors import FORMAT
+        from quantforge.checkpoint.base import SchemeGroup, format_for
         from quantforge.checkpoint.reader import CheckpointReader
         from quantforge.checkpoint.writer import CheckpointWriter
         from quantforge.qtensor import quantize
@@ -114,11 +113,13 @@ def quantized_model() -> Callable[[Path, Callable[[str], Any]], Path]:
                     writer.add(name, reader.tensor(name))
                     continue
                 targets.setdefault(scheme, []).append(layer)
-                writer.add_linear(layer, quantize(reader.tensor(name), scheme.weight), FORMAT)
+                qtensor = quantize(reader.tensor(name), scheme.weight)
+                writer.add_linear(layer, qtensor, format_for(scheme))
             for path in (*folder.glob("tokenizer*"), folder / "generation_config.json"):
                 writer.copy_file(path)
             groups = [SchemeGroup(targets=tuple(t), scheme=s) for s, t in targets.items()]
-            section = FORMAT.quantization_config(groups, ["lm_head"])
+            layout = format_for(next(iter(targets)))
+            section = layout.quantization_config(groups, ["lm_head"])
             writer.commit(reader.config | {"quantization_config": section})
         return output
 

@@ -26,14 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantforge.checkpoint._stored import check_pattern, check_spec, take, take_scale
+from quantforge.checkpoint._compressed import (
+    config_section,
+    is_config_of,
+    parse_layout,
+    refuse_unfit,
+)
+from quantforge.checkpoint._stored import check_spec, take, take_scale
 from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup, TensorSpec
-from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
+from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.qtensor import QuantizedTensor
-from quantforge.schemes import QuantScheme, TensorQuant
-
-LAYOUT_VERSION = "0.20.1"
-"""The release of compressed-tensors whose layout this is."""
+from quantforge.schemes import QuantScheme
 
 
 def pack_int(codes_RC: Tensor, num_bits: int) -> Tensor:
@@ -84,14 +87,7 @@ class PackQuantized:
         )
 
     def matches_config(self, quantization_config: Mapping[str, Any]) -> bool:
-        if quantization_config.get("quant_method") != "compressed-tensors":
-            return False
-        groups = quantization_config.get("config_groups")
-        kinds = {quantization_config.get("format")}
-        if isinstance(groups, Mapping):
-            own = {g.get("format") for g in groups.values() if isinstance(g, Mapping)} - {None}
-            kinds = own or kinds
-        return kinds == {self.name}
+        return is_config_of(self.name, quantization_config)
 
     def refuse(self, layer: str, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return scheme.weight.refuse_shape(shape)
@@ -166,98 +162,13 @@ class PackQuantized:
     def quantization_config(
         self, groups: Sequence[SchemeGroup], ignore: Sequence[str]
     ) -> dict[str, Any]:
-        return {
-            "quant_method": "compressed-tensors",
-            "format": self.name,
-            "quantization_status": "compressed",
-            "version": LAYOUT_VERSION,
-            "ignore": list(ignore),
-            "config_groups": {f"group_{i}": self._group(group) for i, group in enumerate(groups)},
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-            "moe_sparsity_config": None,
-            "sparsity_config": {},
-            "transform_config": {},
-        }
-
-    def _group(self, group: SchemeGroup) -> dict[str, Any]:
-        if not self.matches(group.scheme):
-            raise UnsupportedError(f"format {self.name} cannot hold scheme {group.scheme}")
-        weight = group.scheme.weight
-        return {
-            "format": self.name,
-            "targets": list(group.targets),
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": weight.num_bits,
-                "type": weight.dtype,
-                "symmetric": weight.symmetric,
-                "strategy": weight.granularity,
-                "group_size": weight.group_size,
-                "dynamic": False,
-            },
-        }
+        refuse_unfit(self.name, self.matches, groups)
+        return config_section(self.name, groups, ignore)
 
     def parse_config(self, quantization_config: Mapping[str, Any]) -> QuantizationLayout:
-        groups = quantization_config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
-            raise CheckpointError("quantization_config: config_groups is missing or empty")
-        return QuantizationLayout(
-            format=self.name,
-            groups=tuple(_parse_group(name, group) for name, group in groups.items()),
-            ignore=_patterns("ignore", quantization_config.get("ignore") or ()),
-        )
+        layout = parse_layout(self.name, quantization_config)
+        refuse_unfit(self.name, self.matches, layout.groups)
+        return layout
 
 
 FORMAT = PackQuantized()
-
-
-def _parse_group(name: str, group: Any) -> SchemeGroup:
-    """One entry of ``config_groups``; `name` is for errors."""
-    where = f"quantization_config: {name}"
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise CheckpointError(f"{where}: weights is {weights!r}; expected a mapping")
-    for key in ("input_activations", "output_activations"):
-        if group.get(key) is not None:
-            raise UnsupportedError(f"{where}: {key} with format {FORMAT.name} are not supported")
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise UnsupportedError(f"{where}: actorder {weights['actorder']!r} is not supported")
-    scheme = QuantScheme(weight=_parse_weights(where, weights))
-    if not FORMAT.matches(scheme):
-        raise UnsupportedError(f"{where}: {FORMAT.name} with scheme {scheme} is not supported")
-    return SchemeGroup(targets=_patterns(f"{name}.targets", group.get("targets")), scheme=scheme)
-
-
-def _parse_weights(where: str, weights: Mapping[str, Any]) -> TensorQuant:
-    """compressed-tensors' QuantizationArgs as a `TensorQuant`, with its defaults."""
-    size = weights.get("group_size")
-    size = None if size == -1 else size
-    strategy: Any = weights.get("strategy")
-    if strategy is None:
-        inferred = "tensor" if weights.get("group_size") is None else "channel"
-        strategy = inferred if size is None else "group"
-    try:
-        return TensorQuant(
-            num_bits=weights.get("num_bits", 8),
-            dtype=weights.get("type", "int"),
-            symmetric=weights.get("symmetric", True),
-            granularity=strategy,
-            group_size=size,
-            dynamic=bool(weights.get("dynamic", False)),
-        )
-    except (RecipeError, TypeError) as error:
-        raise CheckpointError(f"{where}: weights: {error}") from error
-
-
-def _patterns(key: str, values: Any) -> tuple[str, ...]:
-    """Targets or ignored layers; each ``re:`` pattern must compile."""
-    if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
-        raise CheckpointError(
-            f"quantization_config: {key} is {values!r}; expected a list of strings"
-        )
-    for value in values:
-        if value.startswith("re:"):
-            check_pattern(f"quantization_config: {key}", value.removeprefix("re:"))
-    return tuple(values)

@@ -115,10 +115,9 @@ def _disk(folder: Path) -> Report:
 def _kernels() -> Iterator[Report]:
     """One entry a preset and device: the kernel that `Op.select` picks, and the others' reasons."""
     import torch
-    from quantforge_kernels import w4a16
     from quantforge_kernels.op import KernelUnavailableError
 
-    from quantforge.models.linear import kernel_problem
+    from quantforge.models.linear import kernel_problem, serving_op
     from quantforge.schemes import PRESETS
 
     places = [(torch.device("cpu"), torch.float32)]
@@ -126,10 +125,11 @@ def _kernels() -> Iterator[Report]:
         places.append((torch.device("cuda"), torch.bfloat16))
     for device, dtype in places:
         for name, scheme in PRESETS.items():
-            problem = kernel_problem(scheme.weight, TYPICAL_SHAPE, device, dtype)
-            reasons = {k: why for k, why in w4a16.OP.explain(**problem).items() if why is not None}
+            problem = kernel_problem(scheme, TYPICAL_SHAPE, device, dtype)
+            op = serving_op(scheme)
+            reasons = {k: why for k, why in op.explain(**problem).items() if why is not None}
             try:
-                kernel = w4a16.OP.select(**problem).name
+                kernel = op.select(**problem).name
             except KernelUnavailableError as error:
                 kernel, reasons = None, {**reasons, "selection": str(error)}
             yield {
@@ -213,8 +213,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"kernels     QUANTFORGE_KERNELS={report['kernel_mode']}"
     for entry in report["kernels"]:
         yield (
-            f"  {entry['device']:<5} {entry['dtype']:<9} {entry['preset']:<10} "
-            f"{entry['scheme']:<18} {entry['kernel'] or 'none'}"
+            f"  {entry['device']:<5} {entry['dtype']:<9} {entry['preset']:<12} "
+            f"{entry['scheme']:<33} {entry['kernel'] or 'none'}"
         )
         for name, reason in entry["refused"].items():
             yield f"        not {name}: {reason}"

@@ -52,7 +52,8 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option("--method", "-m", help="awq (default), rtn, ...")
         ] = None,
         scheme: Annotated[
-            str | None, typer.Option("--scheme", "-s", help="w4a16 (default), w4a16_sym, w8a16.")
+            str | None,
+            typer.Option("--scheme", "-s", help="w4a16 (default), w8a16, fp8_dynamic, ..."),
         ] = None,
         group_size: Annotated[
             str | None,

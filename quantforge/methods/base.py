@@ -21,7 +21,7 @@ from quantforge.models.config import ModelConfig
 from quantforge.qtensor import QuantizedTensor
 from quantforge.recipe import read_section
 from quantforge.registry import did_you_mean, load_entry
-from quantforge.schemes import TensorQuant
+from quantforge.schemes import DType, TensorQuant
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,13 +71,17 @@ class BlockResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: `quantize_block(task, options)`, `options` an instance of `options_type`."""
+    """A method: `quantize_block(task, options)`, `options` an instance of `options_type`.
+
+    `code_types` are the dtypes of the codes that it can round to.
+    """
 
     name: str
     summary: str
     needs_statistics: bool
     quantize_block: Callable[[BlockTask, Any], BlockResult]
     options_type: type[Any]
+    code_types: tuple[DType, ...] = ("int",)
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
         """The method's options from a recipe; raises `RecipeError` for a wrong name or type."""

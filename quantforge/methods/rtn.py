@@ -41,4 +41,5 @@ METHOD = Method(
     needs_statistics=False,
     quantize_block=quantize_block,
     options_type=RtnOptions,
+    code_types=("int", "float"),
 )

@@ -7,6 +7,7 @@ from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.models.arch.base import Architecture
 from quantforge.models.config import ModelConfig
+from quantforge.models.linear import serving_op
 from quantforge.models.partition import Partition
 
 
@@ -42,15 +43,16 @@ def check_checkpoint(
     for layer in range(config.num_layers):
         prefix = arch.block_prefix.format(layer=layer)
         check_block(reader, config, prefix)
-        for name, (_, in_features, _) in block_linears(config).items():
+        for name, (out_features, in_features, _) in block_linears(config).items():
             scheme = reader.scheme(prefix + name)
             if scheme is None:
                 continue
-            if scheme.activation is not None:
-                raise UnsupportedError(
-                    f"{prefix}{name}: no kernel quantizes activations ({scheme})"
-                )
-            reason = part.refuse_scheme(name, in_features, scheme)
+            try:
+                serving_op(scheme)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{prefix}{name}: {error}") from error
+            shape = (out_features, in_features)
+            reason = scheme.refuse_shape(shape) or part.refuse_scheme(name, shape, scheme)
             if reason is not None:
                 raise UnsupportedError(f"{prefix}{name}: {reason}")
 

@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from quantforge_kernels import w4a16
-from quantforge_kernels.op import KernelUnavailableError
+from quantforge_kernels import fp8_gemm, w4a16
+from quantforge_kernels.op import KernelUnavailableError, Op
 from torch import Tensor, nn
 
 from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
-from quantforge.schemes import TensorQuant
+from quantforge.schemes import QuantScheme, TensorQuant
+
+TOKENWISE = ("token", "group")
+"""Granularities of activations whose scales do not depend on the other tokens of a batch."""
 
 
 class LinearInner(Protocol):
@@ -39,56 +42,80 @@ class DenseInner:
 
 
 class QuantizedInner:
-    """A weight-only quantized product through the kernel that `w4a16.OP` selects.
+    """A product with a quantized weight through the kernel that the scheme's op selects.
 
     Inputs are put into the order of a weight that has a permutation.
     """
 
     def __init__(
-        self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
+        self,
+        qtensor: QuantizedTensor,
+        bias_N: Tensor | None,
+        compute_dtype: torch.dtype,
+        activation: TensorQuant | None = None,
     ) -> None:
-        device = qtensor.codes.device
-        candidate = w4a16.OP.select(
-            **kernel_problem(qtensor.quant, qtensor.shape, device, compute_dtype)
-        )
-        plain = (qtensor.codes, qtensor.scale, qtensor.zero_point)
+        scheme = QuantScheme(weight=qtensor.quant, activation=activation)
+        problem = kernel_problem(scheme, qtensor.shape, qtensor.codes.device, compute_dtype)
+        op = serving_op(scheme)
+        candidate = op.select(**problem)
+        plain: tuple[Any, ...] = (qtensor.codes, qtensor.scale, qtensor.zero_point)
+        if op is fp8_gemm.OP:
+            plain = (*plain[:2], problem["block_shape"], problem["activation_group"])
         self.kernel = candidate.name
-        self.scheme = str(qtensor.quant)
+        self.scheme = str(scheme)
         self.run = candidate.run
-        self.tensors = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
+        self.operands = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
         self.bias = bias_N
         self.permutation = qtensor.permutation
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         if self.permutation is not None:
             x_MK = x_MK[..., self.permutation]
-        out: Tensor = self.run(x_MK, *self.tensors, self.bias)
+        out: Tensor = self.run(x_MK, *self.operands, self.bias)
         return out
 
 
+def serving_op(scheme: QuantScheme) -> Op:
+    """The op that multiplies by weights of `scheme`; raises `UnsupportedError` without one."""
+    weight, activation = scheme.weight, scheme.activation
+    if weight.dtype == "int" and activation is None:
+        return w4a16.OP
+    is_fp8 = weight.num_bits == 8 and weight.dtype == "float"
+    whole = weight.granularity in ("tensor", "channel", "block")
+    if is_fp8 and whole and (activation is None or _is_dynamic_fp8(activation)):
+        return fp8_gemm.OP
+    raise UnsupportedError(f"no kernel multiplies weights and inputs of scheme {scheme}")
+
+
+def _is_dynamic_fp8(activation: TensorQuant) -> bool:
+    code = (activation.dtype, activation.num_bits)
+    return code == ("float", 8) and activation.dynamic and activation.granularity in TOKENWISE
+
+
 def kernel_problem(
-    quant: TensorQuant, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
+    scheme: QuantScheme, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What `w4a16.OP` is asked to serve: a weight of `shape` [N, K] under `quant`."""
-    return {
-        "device": device.type,
-        "dtype": compute_dtype,
-        "shape": shape,
-        "num_bits": quant.num_bits,
-        "symmetric": quant.symmetric,
-        "group_size": quant.group_size,
+    """What `serving_op` of `scheme` is asked to serve: a weight of `shape` [N, K]."""
+    weight, activation = scheme.weight, scheme.activation
+    problem: dict[str, Any] = {"device": device.type, "dtype": compute_dtype, "shape": shape}
+    if weight.dtype == "float":
+        group = None if activation is None else activation.group_size or shape[1]
+        return problem | {"block_shape": weight.block_shape, "activation_group": group}
+    return problem | {
+        "num_bits": weight.num_bits,
+        "symmetric": weight.symmetric,
+        "group_size": weight.group_size,
     }
 
 
 def serving_kernel(
-    quant: TensorQuant, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
+    scheme: QuantScheme, shape: tuple[int, int], device: torch.device, compute_dtype: torch.dtype
 ) -> tuple[str | None, str | None]:
     """(kernel, None) that a weight of `shape` [N, K] will be multiplied by, or (None, reason)."""
-    if quant.dtype != "int":
-        return None, f"no kernel loads weight scheme {quant}"
     try:
-        candidate = w4a16.OP.select(**kernel_problem(quant, shape, device, compute_dtype))
-    except KernelUnavailableError as error:
+        op = serving_op(scheme)
+        candidate = op.select(**kernel_problem(scheme, shape, device, compute_dtype))
+    except (KernelUnavailableError, UnsupportedError) as error:
         return None, str(error)
     return candidate.name, None
 
@@ -107,12 +134,17 @@ class Linear(nn.Module):
         self.inner = DenseInner(weight_NK, bias_N)
 
     def load_quantized(
-        self, qtensor: QuantizedTensor, bias_N: Tensor | None, compute_dtype: torch.dtype
+        self,
+        qtensor: QuantizedTensor,
+        bias_N: Tensor | None,
+        compute_dtype: torch.dtype,
+        activation: TensorQuant | None = None,
     ) -> None:
-        """Multiply by a quantized weight through the best kernel for its device and scheme."""
-        if qtensor.quant.dtype != "int":
-            raise UnsupportedError(f"no kernel loads weight scheme {qtensor.quant}")
-        self.inner = QuantizedInner(qtensor, bias_N, compute_dtype)
+        """Multiply by a quantized weight through the best kernel for its device and scheme.
+
+        `activation` says how inputs are quantized before that, None that they are not.
+        """
+        self.inner = QuantizedInner(qtensor, bias_N, compute_dtype, activation)
 
     @property
     def weight(self) -> Tensor:

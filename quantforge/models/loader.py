@@ -30,6 +30,7 @@ from quantforge.models.linear import Linear
 from quantforge.models.partition import Partition, Weight, join, join_biases, joinable
 from quantforge.progress import Progress, silent
 from quantforge.registry import entry_names, load_entry
+from quantforge.schemes import TensorQuant
 
 logger = logging.getLogger(__name__)
 
@@ -191,15 +192,22 @@ class _Source:
         check_finite(self.reader, f"{layer}.{self.reader.format.scale_suffix}", qtensor.scale)
         return qtensor, bias
 
-    def install(self, linear: Linear, weight: Weight, bias: Tensor | None, layer: str) -> None:
-        """Makes `linear` multiply by `weight`; `layer` is its name in an error."""
+    def install(
+        self, linear: Linear, weight: Weight, bias: Tensor | None, prefix: str, *names: str
+    ) -> None:
+        """Makes `linear` multiply by `weight`; it stands for the linears `names` under `prefix`."""
         if isinstance(weight, Tensor):
             linear.load_dense(weight, bias)
             return
         try:
-            linear.load_quantized(weight, bias, self.dtype)
-        except KernelUnavailableError as error:
-            raise UnsupportedError(f"{layer}: {error}") from error
+            linear.load_quantized(weight, bias, self.dtype, self.activation(prefix + names[0]))
+        except (KernelUnavailableError, UnsupportedError) as error:
+            raise UnsupportedError(f"{prefix}{' + '.join(names)}: {error}") from error
+
+    def activation(self, layer: str) -> TensorQuant | None:
+        """How the inputs of `layer` are quantized, None where they are not."""
+        scheme = self.reader.scheme(layer)
+        return None if scheme is None else scheme.activation
 
 
 def _fill_block(block: DecoderBlock, source: _Source, prefix: str, *, merge: bool) -> None:
@@ -226,15 +234,16 @@ def _fill_group(
         assert isinstance(linear, Linear)
         linears.append(linear)
     loaded = [source.linear(prefix, name) for name in names]
-    if not (merge and joinable([weight for weight, _ in loaded])):
+    same_input = len({source.activation(prefix + name) for name in names}) == 1
+    if not (merge and same_input and joinable([weight for weight, _ in loaded])):
         for name, linear, (weight, bias) in zip(names, linears, loaded, strict=True):
-            source.install(linear, weight, bias, prefix + name)
+            source.install(linear, weight, bias, prefix, name)
         return None
     sizes = [linear.out_features for linear in linears]
     joined = Linear(linears[0].in_features, sum(sizes))
     weight = join([weight for weight, _ in loaded])
     bias = join_biases([bias for _, bias in loaded], sizes)
-    source.install(joined, weight, bias, prefix + " + ".join(names))
+    source.install(joined, weight, bias, prefix, *names)
     for name in names:
         parent, _, attribute = name.rpartition(".")
         setattr(block.get_submodule(parent), attribute, None)
@@ -251,7 +260,7 @@ def _load_head(
         head.load_dense(embedding.detach())
         return head
     weight, bias = source.linear("", arch.lm_head)
-    source.install(head, weight, bias, arch.lm_head)
+    source.install(head, weight, bias, "", arch.lm_head)
     return head
 
 

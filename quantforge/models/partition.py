@@ -1,13 +1,14 @@
 """Cuts weights for one rank of several, and joins projections that share an input.
 
 A rank owns whole heads and a slice of the MLP: q, k, v, gate and up are cut by rows (outputs), o
-and down by columns (inputs), so that the ranks' outputs of o and down sum to the whole. A column
-cut must not divide a quantization group.
+and down by columns (inputs), so that the ranks' outputs of o and down sum to the whole. A cut must
+not divide a quantization group or block. Inputs with one dynamic scale a token are the exception to
+the exact sum: each rank takes the scale over the inputs that it has.
 
 Legend: N out features, K in features, G groups of K.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,17 +55,32 @@ class Partition:
             intermediate_size=config.intermediate_size // self.world,
         )
 
-    def refuse_scheme(self, name: str, in_features: int, scheme: QuantScheme) -> str | None:
-        """Why linear `name` of a block, with `in_features` inputs, cannot be cut, or None."""
-        quant = scheme.weight
-        if self.world == 1 or name not in COLUMN_PARALLEL or quant.group_size is None:
+    def refuse_scheme(self, name: str, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+        """Why linear `name` of a block, [out_features, in_features], cannot be cut, or None."""
+        if self.world == 1:
             return None
-        share = in_features // self.world
-        if share % quant.group_size:
-            return (
-                f"{self.world} ranks cut its {in_features} inputs into {share}, which "
-                f"group_size {quant.group_size} does not divide"
-            )
+        block = scheme.weight.block_shape
+        if name in ROW_PARALLEL:
+            tall = None if block is None else block[0]
+            return self._refuse_share("outputs", shape[0], {"block rows": tall})
+        if name not in COLUMN_PARALLEL:
+            return None
+        activation = scheme.activation
+        sizes = {
+            "group_size": scheme.weight.group_size,
+            "block columns": None if block is None else block[1],
+            "the activations' group_size": None if activation is None else activation.group_size,
+        }
+        return self._refuse_share("inputs", shape[1], sizes)
+
+    def _refuse_share(self, what: str, whole: int, sizes: Mapping[str, int | None]) -> str | None:
+        share = whole // self.world
+        for kind, size in sizes.items():
+            if size is not None and share % size:
+                return (
+                    f"{self.world} ranks cut its {whole} {what} into {share}, which "
+                    f"{kind} {size} does not divide"
+                )
         return None
 
     def cut(self, name: str, weight: Weight) -> Weight:
@@ -88,29 +104,31 @@ def rows(weight: Weight, part: int, parts: int) -> Weight:
     """Part `part` of `parts` equal runs of output channels."""
     if isinstance(weight, Tensor):
         return weight.chunk(parts)[part]
-    return _map_fields(weight, lambda t: t.chunk(parts)[part])
+    return _cut_fields(weight, 0, part, parts)
 
 
 def columns(weight: Weight, part: int, parts: int) -> Weight:
-    """Part `part` of `parts` equal runs of inputs, with their groups' scales."""
+    """Part `part` of `parts` equal runs of inputs, with their groups' or blocks' scales."""
     if isinstance(weight, Tensor):
         return weight.chunk(parts, dim=1)[part]
-
-    def cut(t: Tensor) -> Tensor:
-        return t if t.shape[1] == 1 else t.chunk(parts, dim=1)[part]
-
-    return _map_fields(weight, cut)
+    return _cut_fields(weight, 1, part, parts)
 
 
 def joinable(weights: Sequence[Weight]) -> bool:
-    """Whether `join` of these is exact: all dense, or all of one int channel or group scheme."""
+    """Whether `join` of these is exact: all dense, or all of one channel, group or block scheme.
+
+    Blocks join only where every weight but the last ends with a whole block.
+    """
     if all(isinstance(w, Tensor) for w in weights):
         return True
     quants = {w.quant if isinstance(w, QuantizedTensor) else None for w in weights}
     if len(quants) != 1 or not all(_is_plain(w) for w in weights):
         return False
     quant = quants.pop()
-    return quant is not None and quant.granularity in ("channel", "group")
+    if quant is None or quant.granularity not in ("channel", "group", "block"):
+        return False
+    tall = 1 if quant.block_shape is None else quant.block_shape[0]
+    return all(w.shape[0] % tall == 0 for w in weights[:-1])
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -138,10 +156,9 @@ def join_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor
 
 
 def _is_plain(weight: Weight) -> bool:
-    """Whether a quantized weight is an int one with codes, scales and zero points only."""
+    """Whether a weight is a quantized one with codes, scales and zero points only."""
     return (
         isinstance(weight, QuantizedTensor)
-        and weight.quant.dtype == "int"
         and weight.global_scale is None
         and weight.input_scale is None
         and weight.permutation is None
@@ -149,9 +166,14 @@ def _is_plain(weight: Weight) -> bool:
     )
 
 
-def _map_fields(qtensor: QuantizedTensor, cut: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-    if not _is_plain(qtensor) or qtensor.quant.granularity not in ("channel", "group"):
+def _cut_fields(qtensor: QuantizedTensor, dim: int, part: int, parts: int) -> QuantizedTensor:
+    """Cuts codes and scales along `dim`; a scale that all of `dim` shares stays whole."""
+    if not _is_plain(qtensor):
         raise UnsupportedError(f"weights of scheme {qtensor.quant} cannot be cut for several ranks")
+
+    def cut(t: Tensor) -> Tensor:
+        return t if t.shape[dim] == 1 else t.chunk(parts, dim)[part]
+
     zero_point = qtensor.zero_point
     return replace(
         qtensor,

@@ -1,0 +1,159 @@
+"""What the formats of compressed-tensors share: config keys and targets."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from quantforge.checkpoint._stored import check_pattern
+from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup
+from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
+from quantforge.schemes import QuantScheme, TensorQuant
+
+LAYOUT_VERSION = "0.20.1"
+"""The release of compressed-tensors whose layouts these are."""
+
+
+def is_config_of(format_name: str, quantization_config: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` has all its groups in the format `format_name`."""
+    if quantization_config.get("quant_method") != "compressed-tensors":
+        return False
+    groups = quantization_config.get("config_groups")
+    kinds = {quantization_config.get("format")}
+    if isinstance(groups, Mapping):
+        own = {g.get("format") for g in groups.values() if isinstance(g, Mapping)} - {None}
+        kinds = own or kinds
+    return kinds == {format_name}
+
+
+def config_section(
+    format_name: str, groups: Sequence[SchemeGroup], ignore: Sequence[str]
+) -> dict[str, Any]:
+    """The ``quantization_config`` of `groups`, all in the format `format_name`."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_name,
+        "quantization_status": "compressed",
+        "version": LAYOUT_VERSION,
+        "ignore": list(ignore),
+        "config_groups": {
+            f"group_{i}": _group_section(format_name, group) for i, group in enumerate(groups)
+        },
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "moe_sparsity_config": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def _group_section(format_name: str, group: SchemeGroup) -> dict[str, Any]:
+    activation = group.scheme.activation
+    return {
+        "format": format_name,
+        "targets": list(group.targets),
+        "input_activations": None if activation is None else _arguments(activation),
+        "output_activations": None,
+        "weights": _arguments(group.scheme.weight),
+    }
+
+
+def _arguments(quant: TensorQuant) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs; ``block_structure`` only where there is one."""
+    block = {} if quant.block_shape is None else {"block_structure": list(quant.block_shape)}
+    return {
+        "num_bits": quant.num_bits,
+        "type": quant.dtype,
+        "symmetric": quant.symmetric,
+        "strategy": quant.granularity,
+        "group_size": quant.group_size,
+        **block,
+        "dynamic": quant.dynamic,
+    }
+
+
+def parse_layout(format_name: str, quantization_config: Mapping[str, Any]) -> QuantizationLayout:
+    """The inverse of `config_section`; raises `CheckpointError` or `UnsupportedError`."""
+    groups = quantization_config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError("quantization_config: config_groups is missing or empty")
+    return QuantizationLayout(
+        format=format_name,
+        groups=tuple(_parse_group(name, group) for name, group in groups.items()),
+        ignore=_patterns("ignore", quantization_config.get("ignore") or ()),
+    )
+
+
+def _parse_group(name: str, group: Any) -> SchemeGroup:
+    """One entry of ``config_groups``; `name` is for errors."""
+    where = f"quantization_config: {name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{where}: weights is {weights!r}; expected a mapping")
+    if group.get("output_activations") is not None:
+        raise UnsupportedError(f"{where}: output_activations are not supported")
+    inputs = group.get("input_activations")
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise CheckpointError(f"{where}: input_activations is {inputs!r}; expected a mapping")
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise UnsupportedError(f"{where}: actorder {weights['actorder']!r} is not supported")
+    activation = None
+    if inputs is not None:
+        activation = _parse_arguments(f"{where}: input_activations", inputs)
+    weight = _parse_arguments(f"{where}: weights", weights)
+    scheme = QuantScheme(weight=weight, activation=activation)
+    return SchemeGroup(targets=_patterns(f"{name}.targets", group.get("targets")), scheme=scheme)
+
+
+def _parse_arguments(where: str, values: Mapping[str, Any]) -> TensorQuant:
+    """compressed-tensors' QuantizationArgs as a `TensorQuant`, with its defaults."""
+    size = values.get("group_size")
+    size = None if size == -1 else size
+    strategy: Any = values.get("strategy")
+    if strategy is None:
+        inferred = "tensor" if values.get("group_size") is None else "channel"
+        strategy = inferred if size is None else "group"
+    try:
+        return TensorQuant(
+            num_bits=values.get("num_bits", 8),
+            dtype=values.get("type", "int"),
+            symmetric=values.get("symmetric", True),
+            granularity=strategy,
+            group_size=size,
+            block_shape=_block_shape(values.get("block_structure")),
+            dynamic=bool(values.get("dynamic", False)),
+        )
+    except (RecipeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _block_shape(value: Any) -> tuple[int, int] | None:
+    """``[128, 128]``, or ``"128x128"`` as older files have it; raises `ValueError`."""
+    if value is None:
+        return None
+    sizes = value.split("x") if isinstance(value, str) else value
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or min(map(int, sizes)) < 1:
+        raise ValueError(f"block_structure is {value!r}; expected two sizes such as [128, 128]")
+    return int(sizes[0]), int(sizes[1])
+
+
+def refuse_unfit(
+    format_name: str, fits: Callable[[QuantScheme], bool], groups: Iterable[SchemeGroup]
+) -> None:
+    """Raises `UnsupportedError` for the first group whose scheme the format does not hold."""
+    for group in groups:
+        if not fits(group.scheme):
+            raise UnsupportedError(
+                f"format {format_name} cannot hold scheme {group.scheme} of targets "
+                f"{', '.join(group.targets)}"
+            )
+
+
+def _patterns(key: str, values: Any) -> tuple[str, ...]:
+    """Targets or ignored layers; each ``re:`` pattern must compile."""
+    if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
+        raise CheckpointError(
+            f"quantization_config: {key} is {values!r}; expected a list of strings"
+        )
+    for value in values:
+        if value.startswith("re:"):
+            check_pattern(f"quantization_config: {key}", value.removeprefix("re:"))
+    return tuple(values)
