@@ -6,9 +6,12 @@ A cache is [pages, page_size, J, A]; slot s is position ``s % page_size`` of pag
 Legend: T tokens, J key/value heads, A head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from quantforge_kernels._triton import HALF, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 
@@ -43,4 +46,22 @@ def _flat(cache: Tensor) -> Tensor:
     return cache.view(-1, *cache.shape[2:])
 
 
-OP = Op(name="kv_store", reference=Candidate(name="reference", run=reference))
+def _supports_triton(
+    *, device: str, dtype: torch.dtype, kv_dtype: torch.dtype, **problem: Any
+) -> str | None:
+    if kv_dtype not in HALF:
+        return f"stores bfloat16 or float16, not {kv_dtype}"
+    return refuse_triton(device, dtype, HALF)
+
+
+def _run_triton(*args: Any) -> None:
+    from quantforge_kernels import kv_store_triton
+
+    kv_store_triton.run(*args)
+
+
+OP = Op(
+    name="kv_store",
+    reference=Candidate(name="reference", run=reference),
+    candidates=(Candidate(name="triton", run=_run_triton, supports=_supports_triton),),
+)

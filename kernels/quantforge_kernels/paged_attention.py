@@ -19,10 +19,13 @@ Legend: T query tokens, S sequences, B pages a sequence, H query heads, J key/va
 heads a group, A head dim, C positions of a context.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantforge_kernels._triton import HALF, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 MAX_GATHERED_ELEMENTS = 1 << 25
@@ -176,4 +179,33 @@ def _gather(cache: Tensor, block_table_SB: Tensor) -> Tensor:
     return pages.reshape(shape).transpose(1, 2).float()
 
 
-OP = Op(name="paged_attention", reference=Candidate(name="reference", run=reference))
+def _supports_triton(
+    *,
+    device: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    **problem: Any,
+) -> str | None:
+    if kv_dtype != dtype:
+        return f"reads keys and values in the queries' dtype {dtype}, not in {kv_dtype}"
+    if not 16 <= head_dim <= 256:
+        return f"head_dim {head_dim} is not within 16 to 256"
+    if num_heads // num_kv_heads > 128:
+        return f"{num_heads // num_kv_heads} query heads a key/value head; it takes at most 128"
+    return refuse_triton(device, dtype, HALF)
+
+
+def _run_triton(*args: Any) -> Tensor:
+    from quantforge_kernels import paged_attention_triton
+
+    return paged_attention_triton.run(*args)
+
+
+OP = Op(
+    name="paged_attention",
+    reference=Candidate(name="reference", run=reference),
+    candidates=(Candidate(name="triton", run=_run_triton, supports=_supports_triton),),
+)

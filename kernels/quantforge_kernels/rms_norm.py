@@ -5,9 +5,12 @@ float32; the normalised value is rounded to x's dtype before the weight multipli
 transformers does.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from quantforge_kernels._triton import HALF, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 
@@ -21,4 +24,18 @@ def reference(
     return weight_D * (wide * scale).to(total.dtype), total
 
 
-OP = Op(name="rms_norm", reference=Candidate(name="reference", run=reference))
+def _supports_triton(*, device: str, dtype: torch.dtype, **problem: Any) -> str | None:
+    return refuse_triton(device, dtype, HALF)
+
+
+def _run_triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from quantforge_kernels import rms_norm_triton
+
+    return rms_norm_triton.run(*args)
+
+
+OP = Op(
+    name="rms_norm",
+    reference=Candidate(name="reference", run=reference),
+    candidates=(Candidate(name="triton", run=_run_triton, supports=_supports_triton),),
+)

@@ -4,9 +4,12 @@
 order that Hugging Face checkpoints use). Legend: T tokens, H heads, A head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from quantforge_kernels._triton import HALF, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 
@@ -23,4 +26,18 @@ def reference(
     return _rotate(q_THA, cos_TA, sin_TA), _rotate(k_TJA, cos_TA, sin_TA)
 
 
-OP = Op(name="rope", reference=Candidate(name="reference", run=reference))
+def _supports_triton(*, device: str, dtype: torch.dtype, **problem: Any) -> str | None:
+    return refuse_triton(device, dtype, HALF)
+
+
+def _run_triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from quantforge_kernels import rope_triton
+
+    return rope_triton.run(*args)
+
+
+OP = Op(
+    name="rope",
+    reference=Candidate(name="reference", run=reference),
+    candidates=(Candidate(name="triton", run=_run_triton, supports=_supports_triton),),
+)

@@ -32,7 +32,8 @@ class Case:
 
     `types` of the arguments in Triton's words (``*fp32``, ``i32``); each argument in `constants`
     is a constexpr. Pointers and `multiples_of_16` are promised to be multiples, as in a launch.
-    `spills` allows the kernel to keep registers in local memory.
+    `spills` allows the kernel to keep registers in local memory; `capabilities` are the devices
+    that the launcher chooses this way for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     multiples_of_16: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     spills: bool = False
+    capabilities: tuple[int, ...] = (80, 90, 100)
 
 
 def _gptq_block(name: str, *, has_zero: bool, code_max: float, **more: Any) -> Case:
@@ -63,7 +65,136 @@ def _gptq_block(name: str, *, has_zero: bool, code_max: float, **more: Any) -> C
     )
 
 
+def _pointers(dtype: str, *names: str) -> dict[str, str]:
+    return {f"{name}_ptr": f"*{dtype}" for name in names}
+
+
+def _sizes(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def _rms_norm(name: str, size: int, *, has_residual: bool) -> Case:
+    sizes = ("num_rows", "size", "inner_rows", "outer_stride", "inner_stride", "residual_stride")
+    return Case(
+        name=name,
+        types=_pointers("bf16", "x", "residual", "weight", "normed", "total")
+        | {"eps": "fp32"}
+        | _sizes(*sizes),
+        constants={
+            "HAS_RESIDUAL": has_residual,
+            "BLOCK_R": max(1, 4096 // size),
+            "BLOCK_D": size,
+        },
+        multiples_of_16=("size", "outer_stride", "inner_stride", "residual_stride"),
+        options={"num_warps": 4 if size <= 4096 else 8},
+    )
+
+
+SILU_MUL = Case(
+    name="bf16",
+    types=_pointers("bf16", "gate", "up", "out") | _sizes("size", "gate_stride", "up_stride"),
+    constants={"BLOCK": 1024},
+    multiples_of_16=("size", "gate_stride", "up_stride"),
+    options={"num_warps": 4},
+)
+
+
+def _rope(head_dim: int) -> Case:
+    strides = [f"{x}_{of}_stride" for x in "qk" for of in ("token", "head")]
+    return Case(
+        name=f"head{head_dim}",
+        types=_pointers("bf16", "q", "k", "cos", "sin", "q_out", "k_out")
+        | _sizes("num_heads", "num_kv_heads", "query_blocks", *strides, "table_stride"),
+        constants={"HEAD_DIM": head_dim, "BLOCK_H": 8, "BLOCK_F": max(16, head_dim // 2)},
+        multiples_of_16=(*strides, "table_stride"),
+        options={"num_warps": 2, "enable_fp_fusion": False},
+    )
+
+
+KV_STORE = Case(
+    name="bf16",
+    types=_pointers("bf16", "k", "v", "k_cache", "v_cache")
+    | {"slot_mapping_ptr": "*i64"}
+    | _sizes("size", "head_dim", "slot_stride")
+    | _sizes(*(f"{x}_{of}_stride" for x in "kv" for of in ("token", "head"))),
+    constants={"BLOCK": 1024},
+    multiples_of_16=("size", "head_dim", "slot_stride", "k_token_stride", "v_token_stride"),
+    options={"num_warps": 4},
+)
+
+CACHE_STRIDES = ("q_token_stride", "q_head_stride", "page_stride", "token_stride", "head_stride")
+
+
+def _attention(
+    name: str,
+    head_dim: int,
+    group: int,
+    window: int,
+    *,
+    rows: int | None = None,
+    dtype: str = "bf16",
+    **more: Any,
+) -> Case:
+    mixed = rows is not None
+    tables = ("table", "context", "query_start") if mixed else ("table", "context")
+    sizes = ("num_sequences", "num_heads") if mixed else ("splits",)
+    types = (
+        _pointers(dtype, "q", "k", "v", *(("out",) if mixed else ()))
+        | _pointers("i32", *tables)
+        | ({} if mixed else _pointers("fp32", "out", "log_sum"))
+        | {"scale": "fp32"}
+        | _sizes(*sizes, *CACHE_STRIDES, "table_stride")
+    )
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "WINDOW": window,
+        "BLOCK_N": 32 if mixed and head_dim > 128 else 64,
+        "BLOCK_A": head_dim,
+        "STAGES": 3 if head_dim <= 128 else 2,
+        "PRECISION": "tf32",
+    }
+    constants |= {"BLOCK_M": 16} if rows is None else {"BLOCK_G": group, "BLOCK_Q": rows // group}
+    return Case(
+        name=name,
+        types=types,
+        constants=constants,
+        multiples_of_16=CACHE_STRIDES,
+        options={"num_warps": 8 if mixed else 4},
+        **more,
+    )
+
+
 CASES: dict[str, tuple[Case, ...]] = {
+    "rms_norm_kernel": (
+        _rms_norm("heads", 128, has_residual=False),
+        _rms_norm("hidden", 4096, has_residual=True),
+        _rms_norm("wide", 16384, has_residual=True),
+    ),
+    "silu_mul_kernel": (SILU_MUL,),
+    "rope_kernel": (_rope(64), _rope(128)),
+    "kv_store_kernel": (KV_STORE,),
+    "paged_decode_kernel": (
+        _attention("head128", 128, 4, 0),
+        _attention("head64-window", 64, 3, 512, dtype="fp16"),
+        _attention("head256", 256, 2, 0),
+    ),
+    "paged_reduce_kernel": (
+        Case(
+            name="head128",
+            types=_pointers("fp32", "part", "log_sum") | {"out_ptr": "*bf16", "splits": "i32"},
+            constants={"HEAD_DIM": 128, "BLOCK_S": 32, "BLOCK_A": 128},
+            options={"num_warps": 4},
+        ),
+    ),
+    "paged_mixed_kernel": (
+        _attention("head128", 128, 4, 0, rows=128, capabilities=(90, 100)),
+        _attention("head128", 128, 4, 0, rows=64, capabilities=(80,)),
+        _attention("window", 64, 4, 512, rows=128, dtype="fp16", capabilities=(90, 100)),
+        _attention("window", 64, 4, 512, rows=64, dtype="fp16", capabilities=(80,)),
+        _attention("head256", 256, 2, 0, rows=64),
+    ),
     "gptq_block_kernel": (
         _gptq_block(
             "asym-aligned",
@@ -130,15 +261,16 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 def all_cases() -> Iterator[Any]:
     for kernel, cases in CASES.items():
         for case in cases:
-            yield pytest.param(kernel, case, id=f"{kernel}-{case.name}")
+            for capability in case.capabilities:
+                name = f"{kernel}-{case.name}-{capability}"
+                yield pytest.param(kernel, case, capability, id=name)
 
 
 def test_every_kernel_has_a_case() -> None:
     assert set(found_kernels()) == set(CASES)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("name", "case"), all_cases())
+@pytest.mark.parametrize(("name", "case", "capability"), all_cases())
 def test_kernel_compiles_and_fits(
     name: str, case: Case, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
