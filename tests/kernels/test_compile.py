@@ -5,6 +5,7 @@ kernels. To cover a new kernel add an entry to `CASES`; the first test fails unt
 """
 
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import quantforge_kernels
+from quantforge_kernels.w4a16_configs import TABLES, Config, read_table
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -166,6 +168,79 @@ def _attention(
     )
 
 
+def _w4a16(
+    name: str,
+    config: Config,
+    *,
+    group: int = 128,
+    symmetric: bool = True,
+    dtype: str = "bf16",
+    scale32: bool = False,
+    has_bias: bool = True,
+) -> Case:
+    """The fused kernel as `w4a16_triton.multiply` launches it."""
+    floats = {f"{p}_ptr": f"*{dtype}" for p in ("x", "bias", "y")}
+    ints = dict.fromkeys(("words_ptr", "meta_ptr", "counters_ptr"), "*i32")
+    sizes = ("M", "N", "K", "x_stride", "tiles_k", "meta_stride")
+    return Case(
+        name=name,
+        types={**floats, **ints, "parts_ptr": "*fp32", **dict.fromkeys(sizes, "i32")},
+        constants={
+            "GROUP": group,
+            "SYMMETRIC": symmetric,
+            "SCALE32": scale32,
+            "FP16_SCALE": dtype == "fp16",
+            "HAS_BIAS": has_bias,
+            "EVEN_K": True,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "TILES": config.tiles,
+            "SPLIT": config.split,
+            "NUM_WARPS": config.num_warps,
+            "STAGES": config.num_stages,
+            "PREFETCH": config.prefetch,
+            "PDL": config.pdl,
+            "INTERPRETED": False,
+        },
+        multiples_of_16=("N", "x_stride", "meta_stride"),
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **({"launch_pdl": True} if config.pdl else {}),
+        },
+    )
+
+
+def _w4a16_dequantize(name: str, *, group: int, symmetric: bool, dtype: str) -> Case:
+    return Case(
+        name=name,
+        types={
+            **dict.fromkeys(("words_ptr", "meta_ptr"), "*i32"),
+            "weight_ptr": f"*{dtype}",
+            **dict.fromkeys(("N", "K", "tiles_k", "meta_stride"), "i32"),
+        },
+        constants={
+            "GROUP": group,
+            "SYMMETRIC": symmetric,
+            "SCALE32": False,
+            "FP16_SCALE": dtype == "fp16",
+            "INTERPRETED": False,
+        },
+        multiples_of_16=("N", "K", "meta_stride"),
+        options={"num_warps": 4},
+    )
+
+
+W4A16_IN_REGISTERS = (
+    _w4a16("sym-16", Config(block_m=16, tiles=2), has_bias=False),
+    _w4a16("asym-32", Config(block_m=32, block_n=128, num_warps=8), symmetric=False),
+    _w4a16("asym-64-g64", Config(block_m=64, num_stages=2), symmetric=False, group=64),
+    _w4a16(
+        "sym-128-fp16", Config(block_m=128, block_n=128, num_warps=8, num_stages=2), dtype="fp16"
+    ),
+)
+"""Cases of `w4a16_kernel` that keep K whole, and so need no shared memory to add parts up."""
+
 CASES: dict[str, tuple[Case, ...]] = {
     "rms_norm_kernel": (
         _rms_norm("heads", 128, has_residual=False),
@@ -194,6 +269,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         _attention("window", 64, 4, 512, rows=128, dtype="fp16", capabilities=(90, 100)),
         _attention("window", 64, 4, 512, rows=64, dtype="fp16", capabilities=(80,)),
         _attention("head256", 256, 2, 0, rows=64),
+    ),
+    "w4a16_kernel": (
+        *W4A16_IN_REGISTERS,
+        _w4a16("split-4-channel", Config(block_m=16, split=4), group=0),
+        _w4a16("split-8-g32", Config(block_m=32, split=8), group=32, symmetric=False, scale32=True),
+    ),
+    "w4a16_dequantize_kernel": (
+        _w4a16_dequantize("sym-g128", group=128, symmetric=True, dtype="bf16"),
+        _w4a16_dequantize("asym-g32", group=32, symmetric=False, dtype="fp16"),
+        _w4a16_dequantize("asym-channel", group=0, symmetric=False, dtype="bf16"),
     ),
     "gptq_block_kernel": (
         _gptq_block(
@@ -244,16 +329,19 @@ def compiled(kernel: Any, case: Case, capability: int) -> Any:
     )
 
 
-def stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Local memory a thread: more than zero means that registers were spilled."""
+def examined(cubin: bytes, folder: Path, tool: str, *options: str) -> str:
+    """What a tool of Triton's wheel says about a binary."""
     root = Path(triton.__file__).parent / "backends" / "nvidia"
-    tool = next(root.rglob("cuobjdump"))
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    usage = subprocess.run(
-        [str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True
-    )
-    found = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
+    command = [str(next(root.rglob(tool))), *options, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Local memory a thread: more than zero means that registers were spilled."""
+    found = re.search(r"STACK:(\d+)", examined(cubin, folder, "cuobjdump", "-res-usage"))
     assert found is not None
     return int(found[1])
 
@@ -279,3 +367,37 @@ def test_kernel_compiles_and_fits(
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES[capability]
     if not case.spills:
         assert stack_bytes(binary.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("case", W4A16_IN_REGISTERS, ids=lambda case: case.name)
+def test_int4_weights_go_from_registers_into_wgmma(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    binary = compiled(undecorated(found_kernels()["w4a16_kernel"]), case, 90)
+    code = binary.asm["ttgir"]
+    loop = code[code.index("scf.for") : code.index("scf.yield")]
+    assert "ttg.convert_layout" not in loop
+    assert "ttg.local_alloc %" not in loop
+    assert "HGMMA" in examined(binary.asm["cubin"], tmp_path, "nvdisasm", "-c")
+
+
+def tuned_configs() -> list[Config]:
+    """Every fused config of the measured tables, once."""
+    tables = (
+        read_table(json.loads(file.read_text("utf-8"))) for file in TABLES.glob("w4a16-*.json")
+    )
+    configs = {c for table in tables for by_m in table.values() for c in by_m.values()}
+    return sorted((c for c in configs if c.block_m), key=str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", tuned_configs(), ids=str)
+def test_tuned_int4_configs_fit_a_hopper_gpu(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = undecorated(found_kernels()["w4a16_kernel"])
+    binary = compiled(kernel, _w4a16("tuned", config), 90)
+    assert binary.metadata.shared <= SHARED_MEMORY_BYTES[90]
+    assert stack_bytes(binary.asm["cubin"], tmp_path) == 0
