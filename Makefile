@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test test-slow test-gpu bench docs build demo clean
+.PHONY: help setup fix check test test-slow test-gpu bench bench-kernels docs build demo clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -47,6 +47,9 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device; fails where there is no
 
 bench: $(STAMP) ## quality and cost of the methods on MODEL, on this machine
 	$(BIN)/python benchmarks/quality.py $(MODEL) --run rtn --run awq --run awq_gptq --output quality.json
+
+bench-kernels: $(STAMP) ## time of the kernels beside other projects', on this GPU
+	$(BIN)/python benchmarks/kernels.py --output kernels.json
 
 docs: $(STAMP) ## write the parts of docs/ that are made from the code
 	$(BIN)/python scripts/build_reference.py
