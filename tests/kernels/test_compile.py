@@ -134,6 +134,7 @@ def _attention(
     window: int,
     *,
     rows: int | None = None,
+    tile: int = 64,
     dtype: str = "bf16",
     **more: Any,
 ) -> Case:
@@ -152,9 +153,9 @@ def _attention(
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": 16,
         "WINDOW": window,
-        "BLOCK_N": 32 if mixed and head_dim > 128 else 64,
+        "BLOCK_N": tile,
         "BLOCK_A": head_dim,
-        "STAGES": 3 if head_dim <= 128 else 2,
+        "STAGES": 3 if head_dim <= 128 and tile <= 64 else 2,
         "PRECISION": "tf32",
     }
     constants |= {"BLOCK_M": 16} if rows is None else {"BLOCK_G": group, "BLOCK_Q": rows // group}
@@ -264,11 +265,12 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "paged_mixed_kernel": (
-        _attention("head128", 128, 4, 0, rows=128, capabilities=(90, 100)),
+        _attention("head128", 128, 4, 0, rows=128, tile=128, capabilities=(90,)),
+        _attention("head128", 128, 4, 0, rows=128, capabilities=(100,)),
         _attention("head128", 128, 4, 0, rows=64, capabilities=(80,)),
-        _attention("window", 64, 4, 512, rows=128, dtype="fp16", capabilities=(90, 100)),
+        _attention("window", 64, 4, 512, rows=128, tile=128, dtype="fp16", capabilities=(90,)),
         _attention("window", 64, 4, 512, rows=64, dtype="fp16", capabilities=(80,)),
-        _attention("head256", 256, 2, 0, rows=64),
+        _attention("head256", 256, 2, 0, rows=64, tile=32),
     ),
     "w4a16_kernel": (
         *W4A16_IN_REGISTERS,
