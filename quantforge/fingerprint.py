@@ -14,6 +14,7 @@ from quantforge.calibration.statistics import StatisticsFile
 from quantforge.checkpoint.manifest import provenance_versions, to_json
 from quantforge.checkpoint.reader import hash_files
 from quantforge.plan import QuantizePlan
+from quantforge.precision import tf32_allowed
 
 
 def make_fingerprint(
@@ -36,6 +37,7 @@ def make_fingerprint(
         },
         "dtype": str(dtype),
         "device": device.type,
+        "tf32": device.type == "cuda" and tf32_allowed(),
         "code": {**provenance_versions(), "sha256": _code_hash()},
     }
 

@@ -13,11 +13,11 @@ PACKAGE = ROOT / "quantforge"
 KERNELS = ROOT / "kernels" / "quantforge_kernels"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("errors", "progress", "background"),
     ("registry", "resources"),
     ("schemes",),
     ("qtensor",),
-    ("recipe", "device"),
+    ("recipe", "device", "precision", "memory", "stopwatch"),
     ("checkpoint",),
     ("models",),
     ("calibration", "runtime"),

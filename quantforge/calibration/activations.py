@@ -1,27 +1,30 @@
 """Hidden states of the calibration samples, moved through the model one block at a time."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantforge.calibration.capture import Capture
+from quantforge.calibration.hidden import Place, allocate, choose_place
 from quantforge.errors import CalibrationError
 from quantforge.models.attention import CausalAttention
 from quantforge.models.config import ModelConfig
 from quantforge.models.decoder import DecoderBlock
 from quantforge.models.rope import RotaryEmbedding
+from quantforge.precision import tf32_products
 
-BATCH_TOKENS = 4096
-DEVICE_SHARE = 0.25
-"""Part of a GPU's free memory that the hidden states may take before they stay in host memory."""
+BATCH_TOKENS = 8192
+"""Enough to keep a GPU busy; an 8B model's widest tensors take 0.23 GB each."""
 
 
 class Activations:
     """Hidden states [tokens, hidden size] of `token_ids_ST` [samples, length], updated in place.
 
-    They lie on the device while they fit there (`DEVICE_SHARE`), else in host memory; a batch holds
-    at most `batch_tokens` tokens, at least one sample.
+    They lie in `place`: on the device while they fit there, else in host memory, else on disk,
+    mapped from a file in `folder` (`quantforge.calibration.hidden`). A batch holds at most
+    `batch_tokens` tokens, at least one sample. Float32 products may use TF32 on a GPU.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class Activations:
         device: torch.device,
         dtype: torch.dtype,
         batch_tokens: int = BATCH_TOKENS,
+        place: Place | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -46,20 +51,13 @@ class Activations:
         _refuse_unknown_tokens(token_ids_ST, config.vocab_size)
         self.batch_samples = max(1, batch_tokens // self.length)
         self.rotary = RotaryEmbedding(config)
-        home = self._home(token_ids_ST.numel() * config.hidden_size * dtype.itemsize)
-        self.hidden = torch.empty(
-            (token_ids_ST.numel(), config.hidden_size), dtype=dtype, device=home
-        )
+        shape = (token_ids_ST.numel(), config.hidden_size)
+        self.place = place or choose_place(shape[0] * shape[1] * dtype.itemsize, device)
+        self.hidden = allocate(shape, dtype, device, self.place, folder)
         flat = token_ids_ST.reshape(-1).to(embedding.device)
-        for start in range(0, flat.numel(), BATCH_TOKENS):
-            rows = flat[start : start + BATCH_TOKENS]
-            self.hidden[start : start + len(rows)] = embedding[rows].to(home, dtype)
-
-    def _home(self, num_bytes: int) -> torch.device:
-        if self.device.type == "cpu":
-            return self.device
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return self.device if num_bytes <= free * DEVICE_SHARE else torch.device("cpu")
+        for start in range(0, flat.numel(), batch_tokens):
+            rows = flat[start : start + batch_tokens]
+            self.hidden[start : start + len(rows)] = embedding[rows].to(dtype)
 
     @property
     def num_batches(self) -> int:
@@ -75,7 +73,7 @@ class Activations:
 
     @torch.inference_mode()
     def _run(self, block: DecoderBlock, rows: slice, positions: Tensor, samples: int) -> Tensor:
-        hidden = self.hidden[rows].to(self.device)
+        hidden = self.hidden[rows].to(self.device, non_blocking=True)
         rope = self.rotary(positions, self.dtype)
         out, residual = block(hidden, None, rope, CausalAttention(self.config, samples))
         total: Tensor = out + residual
@@ -83,14 +81,18 @@ class Activations:
 
     def observe(self, block: DecoderBlock, capture: Capture) -> None:
         """Runs every sample through `block` for `capture`; the hidden states stay as they are."""
-        with capture.watching(block):
+        with capture.watching(block), tf32_products():
             for rows, positions, samples in self._batches():
                 self._run(block, rows, positions, samples)
 
     def advance(self, block: DecoderBlock) -> None:
         """Replaces the hidden states by `block`'s output."""
-        for rows, positions, samples in self._batches():
-            self.hidden[rows] = self._run(block, rows, positions, samples).to(self.hidden.device)
+        with tf32_products():
+            for rows, positions, samples in self._batches():
+                out = self._run(block, rows, positions, samples)
+                self.hidden[rows].copy_(out, non_blocking=True)
+        if self.hidden.device != self.device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the copies to the host are done
 
 
 def _refuse_unknown_tokens(token_ids_ST: Tensor, vocab_size: int) -> None:

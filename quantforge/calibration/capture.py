@@ -48,7 +48,7 @@ class InputStatistics:
 
 
 class _Accumulator:
-    """Sums over the batches of one input group."""
+    """Sums over the batches of one input group; nothing here waits for the device."""
 
     def __init__(self, diagonal: bool) -> None:
         self.diagonal = diagonal
@@ -58,28 +58,71 @@ class _Accumulator:
         self.num_tokens = 0
 
     def add(self, x_MK: Tensor) -> None:
-        wide = x_MK.detach().reshape(-1, x_MK.shape[-1]).float()
-        magnitude = wide.abs()
-        moment = wide.square().sum(0) if self.diagonal else wide.T @ wide
+        x_MK = x_MK.detach().reshape(-1, x_MK.shape[-1])
+        width = x_MK.shape[1]
         if self.moment is None or self.abs_sum is None or self.absmax is None:
-            self.moment, self.abs_sum = moment, magnitude.sum(0)
-            self.absmax = magnitude.amax(0)
+            with torch.inference_mode(False):  # what is kept is an ordinary tensor
+                shape = (width,) if self.diagonal else (width, width)
+                self.moment = torch.zeros(shape, device=x_MK.device)
+                self.abs_sum = torch.zeros(width, device=x_MK.device)
+                self.absmax = torch.zeros(width, device=x_MK.device)
+        if self.diagonal:
+            self.moment += x_MK.float().square().sum(0)
         else:
-            self.moment += moment
-            self.abs_sum += magnitude.sum(0)
-            torch.maximum(self.absmax, magnitude.amax(0), out=self.absmax)
-        self.num_tokens += wide.shape[0]
+            add_gram(self.moment, x_MK)
+        magnitude = x_MK.abs()
+        self.abs_sum += magnitude.sum(0, dtype=torch.float32)
+        torch.maximum(self.absmax, magnitude.amax(0).float(), out=self.absmax)
+        self.num_tokens += x_MK.shape[0]
 
     def result(self) -> InputStatistics:
+        """The means; the sums are used up."""
         assert self.moment is not None
         assert self.abs_sum is not None
         assert self.absmax is not None
+        if not self.diagonal:
+            mirror_upper(self.moment)
         return InputStatistics(
-            second_moment=self.moment / self.num_tokens,
-            mean_abs=self.abs_sum / self.num_tokens,
+            second_moment=self.moment.div_(self.num_tokens),
+            mean_abs=self.abs_sum.div_(self.num_tokens),
             absmax=self.absmax,
             num_tokens=self.num_tokens,
         )
+
+
+MIN_STRIP = 2048
+MAX_STRIPS = 4
+
+
+def _strips(width: int) -> list[tuple[int, int]]:
+    """First and last column of the strips in which a wide Gram matrix is computed."""
+    size = max(MIN_STRIP, -(-width // MAX_STRIPS))
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def add_gram(sum_KK: Tensor, x_MK: Tensor) -> None:
+    """Adds ``x.T @ x`` to the diagonal and what is right of it; `mirror_upper` fills in the rest.
+
+    Strips of rows start at their diagonal block, which saves up to 3/8 of the work. 16-bit
+    inputs on a GPU are multiplied as they are, which is exact, and added in float32; elsewhere
+    they are converted to float32 first.
+    """
+    narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)
+    if not narrow:
+        x_MK = x_MK.float()
+    for start, stop in _strips(x_MK.shape[1]):
+        left, right = x_MK[:, start:stop].T, x_MK[:, start:]
+        target = sum_KK[start:stop, start:]
+        if narrow:
+            target += torch.mm(left, right, out_dtype=torch.float32)
+        else:
+            target.addmm_(left, right)
+
+
+def mirror_upper(sum_KK: Tensor) -> None:
+    """Completes a sum of `add_gram` in place."""
+    for start, stop in _strips(sum_KK.shape[0]):
+        sum_KK[stop:, start:stop] = sum_KK[start:stop, stop:].T
 
 
 class Capture:

@@ -106,7 +106,9 @@ class MLP(nn.Module):
             assert self.gate_proj is not None
             assert self.up_proj is not None
             gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
-        out: Tensor = self.down_proj(self.activate(gate, up))
+        activated = self.activate(gate, up)
+        del gate, up  # the widest tensors of a block
+        out: Tensor = self.down_proj(activated)
         return out
 
 
