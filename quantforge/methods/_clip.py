@@ -8,6 +8,7 @@ Legend: N out features, K in features, G groups of K, S group size.
 import torch
 from torch import Tensor
 
+from quantforge.methods.base import chunk_rows
 from quantforge.qtensor import QuantizedTensor, minmax_scale, quantize
 from quantforge.schemes import TensorQuant
 
@@ -52,17 +53,37 @@ def search_clip(
     """Share of its range that each group keeps, [N, G].
 
     A group's own contribution to the output error, ``e G_gg e.T``, is minimised; the groups'
-    interactions are left out, as in AWQ's clipping.
+    interactions are left out, as in AWQ's clipping. Rows go by chunks, which keeps the temporary
+    tensors small, where their scales are their own.
     """
-    groups = quant.num_groups(weight_NK.shape[1])
-    blocks = diagonal_blocks(second_moment, groups)
+    blocks = diagonal_blocks(second_moment, quant.num_groups(weight_NK.shape[1]))
+    by_rows = quant.granularity in ("channel", "group")
+    rows = chunk_rows(weight_NK) if by_rows else len(weight_NK)
+    found = [
+        _search_rows(part, quant, blocks, scale_dtype, min_shrink, shrink_step)
+        for part in torch.split(weight_NK, rows)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _search_rows(
+    weight_NK: Tensor,
+    quant: TensorQuant,
+    blocks: Tensor,
+    scale_dtype: torch.dtype,
+    min_shrink: float,
+    shrink_step: float,
+) -> Tensor:
+    """`search_clip` of a few rows; `blocks` as `diagonal_blocks` gives them."""
+    groups = len(blocks)
     steps = round((1 - min_shrink) / shrink_step)
     best_error, best_shrink = None, None
     for step in range(steps + 1):
         shrink = 1 - step * shrink_step
         scale, zero_point = minmax_scale(weight_NK, quant, shrink)
         restored = quantize(weight_NK, quant, scale, zero_point, scale_dtype)
-        delta = (restored.dequantize(torch.float32) - weight_NK).reshape(len(weight_NK), groups, -1)
+        delta = restored.dequantize(torch.float32).sub_(weight_NK)
+        delta = delta.reshape(len(weight_NK), groups, -1)
         error = _block_error(delta, blocks)
         if best_error is None or best_shrink is None:
             best_error, best_shrink = error, torch.ones_like(error)
@@ -88,4 +109,4 @@ def _block_error(delta_NGS: Tensor, blocks: Tensor) -> Tensor:
     if blocks.dim() == 2:
         return (delta_NGS.square() * blocks).sum(-1)
     delta_GNS = delta_NGS.transpose(0, 1)
-    return ((delta_GNS @ blocks) * delta_GNS).sum(-1).T
+    return (delta_GNS @ blocks).mul_(delta_GNS).sum(-1).T

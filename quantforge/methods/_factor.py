@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.precision import ieee_products
+
 RAISES = (3, 10, 30, 100)
 MAX_DAMPING = 1.0
 
@@ -40,6 +42,7 @@ def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
 
     `damping` times the mean diagonal is added to the diagonal. Where the factorisation fails, the
     damping is raised step by step up to 1; then all is tried again in float64; then there is none.
+    At most four matrices of the size of `moment` are held at once, itself included.
     """
     diagonal = moment.diagonal()
     dead = diagonal == 0
@@ -48,18 +51,16 @@ def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
         reason = "every input was zero in the calibration text"
         return _no_factor(moment, torch.zeros_like(dead), reason)
     mean = diagonal[~dead].abs().mean()
-    gram = moment / mean
-    gram[dead, :] = 0.0
-    gram[:, dead] = 0.0
-    gram.diagonal()[dead] = 1.0
     order = torch.arange(len(diagonal), device=moment.device)
     if act_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    gram = gram[order][:, order]
     ladder = _ladder(damping)
     for dtype in (torch.float32, torch.float64):
         for used in ladder:
-            upper = _inverse_upper(gram.to(dtype), used)
+            gram = _permuted(moment, mean, dead, order.flip(0)).to(dtype)
+            with ieee_products():
+                upper = _inverse_upper(gram, used)
+            del gram
             if upper is None:
                 continue
             notes: dict[str, Any] = {"damping": used, "act_order": act_order}
@@ -76,6 +77,15 @@ def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
     return _no_factor(moment, torch.zeros_like(dead), reason)
 
 
+def _permuted(moment: Tensor, mean: Tensor, dead: Tensor, order: Tensor) -> Tensor:
+    """`moment` over `mean` with rows and columns in `order`; 1 on the diagonal of dead inputs."""
+    gram = moment[order.unsqueeze(1), order].div_(mean)
+    dead = dead[order]
+    gram.masked_fill_(dead.unsqueeze(1), 0.0).masked_fill_(dead, 0.0)
+    gram.diagonal().masked_fill_(dead, 1.0)
+    return gram
+
+
 def _no_factor(moment: Tensor, dead: Tensor, reason: str) -> Factor:
     order = torch.arange(moment.shape[0], device=moment.device)
     return Factor(upper=None, order=order, dead=dead, notes={"fallback": f"rtn: {reason}"})
@@ -87,13 +97,20 @@ def _ladder(damping: float) -> tuple[float, ...]:
     return (damping, *(r for r in raised if r <= MAX_DAMPING))
 
 
-def _inverse_upper(gram: Tensor, damping: float) -> Tensor | None:
-    """U with ``U.T @ U = inverse(gram + damping)``, or None where there is no finite one."""
-    damped = gram.clone()
-    damped.diagonal().add_(damping)
-    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+def _inverse_upper(reversed_KK: Tensor, damping: float) -> Tensor | None:
+    """U with ``U.T @ U = inverse(gram + damping)``, or None where there is no finite one.
+
+    `reversed_KK` is gram from its last row and column to the first, and is used up: its lower
+    factor L, reversed again, is V, so that the reversed inverse of L is U.
+    """
+    reversed_KK.diagonal().add_(damping)
+    lower, failed = torch.linalg.cholesky_ex(reversed_KK)
     if int(failed):
         return None
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-    return upper if bool(torch.isfinite(upper).all()) else None
+    inverse = reversed_KK.zero_().mT  # column-major, as the solver wants it: solved in place
+    inverse.diagonal().fill_(1.0)
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
+    upper = inverse.flip(0, 1)
+    finite = bool(upper.sum().isfinite()) or bool(upper.isfinite().all())
+    return upper if finite else None

@@ -11,7 +11,7 @@ helps.
 Legend: N out features, K in features, G groups of K, S group size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,9 @@ from quantforge.methods.base import (
     BlockTask,
     LayerReport,
     Method,
+    chunk_rows,
+    output_power,
     relative_errors,
-    squared_error,
 )
 from quantforge.models.arch.base import InputGroup
 from quantforge.models.config import ModelConfig
@@ -161,25 +162,30 @@ def search_scale(
     weights = [task.weights[m] for m in group.members]
     quants = [task.quant[m] for m in group.members]
     x_mean = statistics.mean_abs
-    w_mean = torch.cat([_relative_magnitude(w, q) for w, q in zip(weights, quants, strict=True)])
-    w_mean = w_mean.mean(0)
+    w_sum = sum(_relative_sum(w, q) for w, q in zip(weights, quants, strict=True))
+    w_mean = torch.as_tensor(w_sum) / sum(len(w) for w in weights)
     if group.absorber_is_value:
         x_mean, w_mean = (tie_query_heads(v, task.config) for v in (x_mean, w_mean))
 
-    def error_of(scale_K: Tensor | None) -> float:
-        return sum(
-            scaled_error(w, q, scale_K, statistics, task.scale_dtype)
-            for w, q in zip(weights, quants, strict=True)
-        )
+    stacks = _stacked(weights, quants)
 
-    unscaled = error_of(None)
-    best = (unscaled, 0.0, False)
+    def errors_of(scales: Sequence[Tensor | None]) -> list[float]:
+        """The group's error under each scale; one wait for the device."""
+        errors = [
+            sum(scaled_power(w, q, scale, statistics, task.scale_dtype) for w, q in stacks)
+            for scale in scales
+        ]
+        found: list[float] = torch.stack([torch.as_tensor(e) for e in errors]).tolist()
+        return found
+
+    best = (errors_of([None])[0], 0.0, False)
+    unscaled = best[0]
     families = {"both": (False, True), "yes": (True,), "no": (False,)}[options.duo_scaling]
 
-    def consider(ratios: Iterable[float], duo: bool) -> None:
+    def consider(ratios: Sequence[float], duo: bool) -> None:
         nonlocal best
-        for ratio in ratios:
-            error = error_of(scale_family(x_mean, w_mean, ratio, duo))
+        scales = [scale_family(x_mean, w_mean, ratio, duo) for ratio in ratios]
+        for ratio, error in zip(ratios, errors_of(scales), strict=True):
             if error < best[0]:
                 best = (error, ratio, duo)
 
@@ -195,6 +201,16 @@ def search_scale(
     return scale_family(x_mean, w_mean, ratio, duo), choice
 
 
+def _stacked(
+    weights: Sequence[Tensor], quants: Sequence[TensorQuant]
+) -> list[tuple[Tensor, TensorQuant]]:
+    """Weights with equal schemes as one, where each row has scales of its own."""
+    same = len(set(quants)) == 1 and quants[0].granularity in ("channel", "group")
+    if not same or len(weights) == 1:
+        return list(zip(weights, quants, strict=True))
+    return [(torch.cat(list(weights)), quants[0])]
+
+
 def scale_family(x_mean_K: Tensor, w_mean_K: Tensor, ratio: float, duo: bool) -> Tensor:
     """``x^a`` or ``x^a / w^(1-a)``, centred so that the largest times the smallest is 1."""
     scale = x_mean_K.clamp(min=1e-4).pow(ratio)
@@ -204,25 +220,37 @@ def scale_family(x_mean_K: Tensor, w_mean_K: Tensor, ratio: float, duo: bool) ->
     return scale / (scale.max() * scale.min()).sqrt()
 
 
-def _relative_magnitude(weight_NK: Tensor, quant: TensorQuant) -> Tensor:
-    """|w| over the largest of its group, [N, K]: how much of the grid a weight uses."""
-    grouped = weight_NK.abs().reshape(weight_NK.shape[0], quant.num_groups(weight_NK.shape[1]), -1)
-    return (grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-12)).reshape(weight_NK.shape)
+def _relative_sum(weight_NK: Tensor, quant: TensorQuant) -> Tensor:
+    """Sum over rows of |w| over the largest of its group, [K]: how much of the grid is used."""
+    groups = quant.num_groups(weight_NK.shape[1])
+    total = torch.zeros(weight_NK.shape[1], device=weight_NK.device)
+    for part in torch.split(weight_NK, chunk_rows(weight_NK)):
+        grouped = part.abs().reshape(len(part), groups, -1)
+        total += grouped.div_(grouped.amax(-1, keepdim=True).clamp(min=1e-12)).sum(0).reshape(-1)
+    return total
 
 
-def scaled_error(
+def scaled_power(
     weight_NK: Tensor,
     quant: TensorQuant,
     scale_K: Tensor | None,
     statistics: InputStatistics,
     scale_dtype: torch.dtype,
-) -> float:
-    """Mean squared output error of rounding ``W * s`` and dividing by s again."""
-    scaled = weight_NK if scale_K is None else weight_NK * scale_K
-    delta = quantize(scaled, quant, scale_dtype=scale_dtype).dequantize(torch.float32) - scaled
-    if scale_K is not None:
-        delta = delta / scale_K
-    return squared_error(delta, statistics.second_moment)
+) -> Tensor:
+    """Mean squared output error of rounding ``W * s`` and dividing by s again, on the device.
+
+    Rows go by chunks where their scales are their own, which keeps the temporary tensors small.
+    """
+    by_rows = quant.granularity in ("channel", "group")
+    total = torch.zeros((), device=weight_NK.device)
+    for part in torch.split(weight_NK, chunk_rows(weight_NK) if by_rows else len(weight_NK)):
+        scaled = part if scale_K is None else part * scale_K
+        rounded = quantize(scaled, quant, scale_dtype=scale_dtype).dequantize(torch.float32)
+        delta = rounded.sub_(scaled)
+        if scale_K is not None:
+            delta.div_(scale_K)
+        total += output_power(delta, statistics.second_moment)
+    return total
 
 
 def tie_query_heads(values_K: Tensor, config: ModelConfig) -> Tensor:
@@ -271,7 +299,7 @@ def scaled_moment(second_moment: Tensor, scale_K: Tensor | None) -> Tensor:
         return second_moment
     if second_moment.dim() == 1:
         return second_moment / scale_K.square()
-    return second_moment / scale_K.unsqueeze(0) / scale_K.unsqueeze(1)
+    return (second_moment / scale_K.unsqueeze(0)).div_(scale_K.unsqueeze(1))
 
 
 METHOD = Method(

@@ -18,6 +18,7 @@ from quantforge.calibration.capture import InputStatistics
 from quantforge.errors import RecipeError
 from quantforge.models.arch.base import InputGroup
 from quantforge.models.config import ModelConfig
+from quantforge.precision import tf32_products
 from quantforge.qtensor import QuantizedTensor
 from quantforge.recipe import read_section
 from quantforge.registry import did_you_mean, load_entry
@@ -101,20 +102,47 @@ def load_method(name: str) -> Method:
     return method
 
 
-def squared_error(delta_NK: Tensor, second_moment: Tensor) -> float:
-    """Mean squared output error of a weight change: ``tr(dW G dW.T)``, G full or diagonal."""
+CHUNK_WEIGHTS = 1 << 24
+"""Weights that elementwise work takes at once: bounds its temporary tensors to 64 MB each."""
+
+
+def chunk_rows(weight_NK: Tensor) -> int:
+    """Rows of `weight_NK` that hold about `CHUNK_WEIGHTS`, at least one."""
+    return max(1, CHUNK_WEIGHTS // weight_NK.shape[1])
+
+
+def output_power(delta_NK: Tensor, second_moment: Tensor) -> Tensor:
+    """Mean squared output error of a weight change: ``tr(dW G dW.T)``, G full or diagonal.
+
+    A scalar on the device, nothing waits for it; the product may use TF32.
+    """
     if second_moment.dim() == 1:
-        return float((delta_NK.square() @ second_moment).sum())
-    return float(((delta_NK @ second_moment) * delta_NK).sum())
+        return (delta_NK.square() @ second_moment).sum()
+    with tf32_products():
+        product = delta_NK @ second_moment
+    return product.mul_(delta_NK).sum()
+
+
+def squared_error(delta_NK: Tensor, second_moment: Tensor) -> float:
+    """`output_power` as a number, which waits for the device."""
+    parts = torch.split(delta_NK, chunk_rows(delta_NK))
+    return float(torch.stack([output_power(p, second_moment) for p in parts]).double().sum())
 
 
 def relative_errors(
     original_NK: Tensor, restored_NK: Tensor, second_moment: Tensor | None
 ) -> tuple[float, float | None]:
     """(weight error, output error) of `restored_NK`, relative to the original's squared norms."""
-    delta = restored_NK - original_NK
-    weight_error = float(delta.square().sum() / original_NK.square().sum().clamp(min=1e-30))
-    if second_moment is None:
-        return weight_error, None
-    power = squared_error(original_NK, second_moment)
-    return weight_error, squared_error(delta, second_moment) / max(power, 1e-30)
+    sums = torch.zeros(4, dtype=torch.float64, device=original_NK.device)
+    size = chunk_rows(original_NK)
+    for original, restored in zip(
+        torch.split(original_NK, size), torch.split(restored_NK, size), strict=True
+    ):
+        delta = restored - original
+        parts = [delta.square().sum(), original.square().sum()]
+        if second_moment is not None:
+            parts += [output_power(delta, second_moment), output_power(original, second_moment)]
+        sums[: len(parts)] += torch.stack(parts)
+    weight_error, weight_power, output_error, power = sums.tolist()
+    relative = weight_error / max(weight_power, 1e-30)
+    return relative, None if second_moment is None else output_error / max(power, 1e-30)

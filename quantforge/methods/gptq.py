@@ -30,6 +30,7 @@ from quantforge.methods.base import (
     relative_errors,
 )
 from quantforge.models.arch.base import InputGroup
+from quantforge.precision import ieee_products
 from quantforge.qtensor import QuantizedTensor, quantize
 from quantforge.schemes import TensorQuant
 
@@ -179,7 +180,8 @@ def round_columns(
             *quant.code_range,
         )
         codes_NK[:, order_K[start:stop]] = codes
-        work_NK[:, stop:].addmm_(errors, upper_KK[start:stop, stop:], alpha=-1)
+        with ieee_products():
+            work_NK[:, stop:].addmm_(errors, upper_KK[start:stop, stop:], alpha=-1)
     return codes_NK
 
 
