@@ -33,6 +33,7 @@ from quantforge.checkpoint._compressed import (
     refuse_unfit,
 )
 from quantforge.checkpoint._stored import check_spec, take, take_scale
+from quantforge.checkpoint._words import pack_words, unpack_words
 from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup, TensorSpec
 from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.qtensor import QuantizedTensor
@@ -43,6 +44,8 @@ def pack_int(codes_RC: Tensor, num_bits: int) -> Tensor:
     """int32 [R, ceil(C num_bits / 32)] from signed int8 codes [R, C]; padding codes are 0 bits."""
     rows, columns = codes_RC.shape
     half = 1 << (num_bits - 1)
+    if 8 % num_bits == 0:  # whole codes in each byte: several times as fast
+        return pack_words(F.pad(codes_RC, (0, -columns % (32 // num_bits)), value=-half), num_bits)
     unsigned = codes_RC.contiguous().view(torch.uint8) + half  # wraps to 0 .. 2^b - 1
     octets = F.pad(unsigned, (0, -columns % 32)).reshape(rows, -1, 8)
     joined = torch.zeros(octets.shape[:2], dtype=torch.int64, device=octets.device)
@@ -56,6 +59,8 @@ def pack_int(codes_RC: Tensor, num_bits: int) -> Tensor:
 def unpack_int(packed_RW: Tensor, num_bits: int, num_codes: int) -> Tensor:
     """Signed int8 codes [R, num_codes]: the inverse of `pack_int`."""
     rows, words = packed_RW.shape
+    if 8 % num_bits == 0:
+        return unpack_words(packed_RW, num_bits)[:, :num_codes].contiguous()
     padded = F.pad(packed_RW, (0, -words % num_bits)).contiguous().view(torch.uint8)
     octets = F.pad(padded.reshape(rows, -1, num_bits), (0, 8 - num_bits)).contiguous()
     joined = octets.view(torch.int64).squeeze(-1)

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -132,7 +133,8 @@ class CheckpointWriter:
         """Finishes the folder, lets `check` look at it, and gives it its name.
 
         `config` becomes config.json; `manifest`, with the hashes of all files filled in, becomes
-        quantforge.json. When `check` raises, nothing appears at the output.
+        quantforge.json. Files are hashed while `check` runs. When `check` raises, nothing appears
+        at the output.
         """
         if not self._places:
             raise CheckpointError(f"no tensor was written to {self.output}")
@@ -141,11 +143,12 @@ class CheckpointWriter:
             self._name_shards()
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         self.add_bytes(CONFIG_FILE, text.encode())
-        if manifest is not None:
-            files = CheckpointReader(self.partial).file_hashes()
-            write_manifest(self.partial, replace(manifest, files=files))
-        if check is not None:
-            check(self.partial)
+        with ThreadPoolExecutor(1) as pool:
+            hashing = pool.submit(CheckpointReader(self.partial).file_hashes) if manifest else None
+            if check is not None:
+                check(self.partial)
+        if manifest is not None and hashing is not None:
+            write_manifest(self.partial, replace(manifest, files=hashing.result()))
         with _disk_errors(self.output):
             _sync(self.partial)
             self._publish()
