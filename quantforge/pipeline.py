@@ -6,17 +6,20 @@ blocks see the errors of earlier ones.
 """
 
 import logging
+import os
 import resource
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantforge.background import Background
 from quantforge.calibration.activations import Activations
 from quantforge.calibration.capture import Capture, InputStatistics
 from quantforge.calibration.data import CalibrationSet
@@ -28,6 +31,7 @@ from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.checkpoint.writer import CheckpointWriter
 from quantforge.errors import CalibrationError, CheckpointError, UsageError
 from quantforge.fingerprint import make_fingerprint
+from quantforge.memory import AnonymousPeak
 from quantforge.methods.base import BlockResult, BlockTask, LayerReport, relative_errors
 from quantforge.models.decoder import DecoderBlock
 from quantforge.models.expected import check_finite
@@ -45,6 +49,7 @@ from quantforge.resume import (
     remove_work,
     work_folder,
 )
+from quantforge.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +64,13 @@ class QuantizeReport:
     output: Path
     layers: tuple[LayerReport, ...]
     seconds: dict[str, float]
-    """``calibrate`` (forward passes), ``quantize`` (the method) and ``total``."""
+    """Where time went: `stopwatch.PHASES`, ``calibrate`` (both forward passes), ``total``."""
     written_bytes: int
     peak_device_bytes: int
     peak_host_bytes: int
+    """Resident memory, mapped files included."""
+    peak_host_anonymous_bytes: int
+    """Resident memory without mapped files; 0 where the system does not tell."""
 
 
 class Quantizer:
@@ -77,6 +85,7 @@ class Quantizer:
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress = silent,
+        scratch: Path | None = None,
     ) -> None:
         if plan.method.needs_statistics and evidence is None:
             raise CalibrationError(
@@ -89,36 +98,64 @@ class Quantizer:
         self.device = device
         self.dtype = dtype
         self.progress = progress
+        self.scratch = scratch
         self.work: WorkFolder | None = None
         self.activations: Activations | None = None
         self.reports: list[LayerReport] = []
-        self.seconds = {"calibrate": 0.0, "quantize": 0.0, "total": 0.0}
+        self.watch = Stopwatch(device)
 
-    def run(self, writer: CheckpointWriter, work: WorkFolder | None = None) -> None:
-        """Quantizes every block into `writer`, then copies what is left of the model.
+    def run(
+        self,
+        writer: CheckpointWriter,
+        work: WorkFolder | None = None,
+        before_blocks: Callable[[], None] | None = None,
+    ) -> None:
+        """Quantizes every block into `writer`, with what is outside the blocks before them.
 
-        Blocks that are finished in `work` are taken from there; the others are kept in it.
+        Blocks that are finished in `work` are taken from there; the others are kept in it. All
+        writing goes on behind the work on the next block, `before_blocks` as the first of it.
         """
-        started = time.perf_counter()
-        self.work = work
-        config = self.plan.config
-        for name in self._rest():
-            check_finite(self.reader, name, self.reader.tensor(name))
-        passed = 0
-        if isinstance(self.evidence, CalibrationSet):
-            self.activations = self._start_activations(self.evidence)
-            passed = 0 if work is None else work.restore_hidden(self.activations.hidden)
+        self.work, self.writer = work, writer
+        with Background() as self.background:
+            if before_blocks is not None:
+                self.background.submit(before_blocks)
+            self._run_blocks(writer)
+            with self.watch.measure("wait"):
+                self.background.wait()
+        self._write_rest(writer)
+
+    def _run_blocks(self, writer: CheckpointWriter) -> None:
+        """All but the rest; ends before the background does."""
+        config, work = self.plan.config, self.work
+        with self.watch.measure("embed"):
+            for name in self._rest():
+                check_finite(self.reader, name, self.reader.tensor(name))
+            self._behind(lambda: self._write_dense(writer))
+            passed = 0
+            if isinstance(self.evidence, CalibrationSet):
+                self.activations = self._start_activations(self.evidence)
+                passed = 0 if work is None else work.restore_hidden(self.activations.hidden)
         for layer in range(config.num_layers):
             self.progress("quantizing blocks", layer, config.num_layers)
             finished = None if work is None else work.block(layer)
             if finished is None:
-                finished = self._quantize_block(layer)
-            elif layer >= passed:
-                self._advance(layer, finished, self._decoded(layer, finished))
-            self._write_block(layer, finished, writer)
+                self._quantize_block(layer)
+                continue
+            if layer >= passed:
+                self._advance(layer, finished.dense, self._decoded(layer, finished))
+            self.reports += finished.reports
+            self._behind(partial(self._write_block, layer, finished, writer))
         self.progress("quantizing blocks", config.num_layers, config.num_layers)
-        self._write_rest(writer)
-        self.seconds["total"] = time.perf_counter() - started
+
+    def _behind(self, work: Callable[[], None]) -> None:
+        """Hands `work` to the background; its seconds count as ``write``."""
+
+        def timed() -> None:
+            with self.watch.measure("write", on_device=False):
+                work()
+
+        with self.watch.measure("wait", on_device=False):
+            self.background.submit(timed)
 
     def _start_activations(self, calibration: CalibrationSet) -> Activations:
         embedding = load_embedding(self.reader, self.plan.architecture, self.device, self.dtype)
@@ -128,6 +165,7 @@ class Quantizer:
             self.plan.config,
             device=self.device,
             dtype=self.dtype,
+            folder=self.scratch,
         )
 
     def _load_block(self, layer: int) -> DecoderBlock:
@@ -140,35 +178,51 @@ class Quantizer:
             dtype=self.dtype,
         )
 
-    def _quantize_block(self, layer: int) -> FinishedBlock:
-        """Block `layer`, quantized and kept for a resumed run; the hidden states move behind it."""
-        plan = self.plan
-        block = self._load_block(layer)
-        with self._timed("calibrate"):
-            statistics = self._statistics(layer, block)
-        task = self._task(layer, block, statistics)
-        with self._timed("quantize"):
-            result = plan.method.quantize_block(task, plan.options)
-        finished = self._finished(layer, task, result)
-        if self.work is not None:
-            self.work.add_block(layer, finished)
-        self._advance(layer, finished, result.qtensors, block)
-        return finished
+    def _quantize_block(self, layer: int) -> None:
+        """Quantizes block `layer`, has it kept and written, and moves the hidden states behind it.
 
-    def _finished(self, layer: int, task: BlockTask, result: BlockResult) -> FinishedBlock:
+        What the method needed is let go before the hidden states move.
+        """
+        plan = self.plan
+        with self.watch.measure("load"):
+            block = self._load_block(layer)
+        with self.watch.measure("observe"):
+            statistics = self._statistics(layer, block)
+        with self.watch.measure("load"):
+            task = self._task(layer, block, statistics)
+        del statistics
+        with self.watch.measure("quantize"):
+            result = plan.method.quantize_block(task, plan.options)
+        with self.watch.measure("encode"):
+            qtensors = self._on_host(layer, result)
+            dense = _dense(task, result)
+        del task
         prefix = self._prefix(layer)
-        encoded = {}
+        reports = tuple(replace(r, name=prefix + r.name) for r in result.reports)
+        self.reports += reports
+
+        def write() -> None:
+            finished = FinishedBlock(encoded=self._encoded(qtensors), dense=dense, reports=reports)
+            if self.work is not None:
+                self.work.add_block(layer, finished)
+            self._write_block(layer, finished, self.writer)
+
+        self._behind(write)
+        self._advance(layer, dense, result.qtensors, block)
+
+    def _on_host(self, layer: int, result: BlockResult) -> dict[str, QuantizedTensor]:
+        found = {}
         for name, qtensor in result.qtensors.items():
-            _refuse_bad_scales(prefix + name, qtensor)
-            for suffix, tensor in self.plan.format.encode(qtensor.to("cpu")).items():
-                encoded[f"{name}.{suffix}"] = tensor
-        kept = {n: w for n, w in task.weights.items() if n not in result.qtensors} | task.norms
-        dense = {f"{n}.weight": t for n, t in kept.items()}
-        return FinishedBlock(
-            encoded=encoded,
-            dense=dense | {f"{n}.bias": t for n, t in task.biases.items()},
-            reports=tuple(replace(r, name=prefix + r.name) for r in result.reports),
-        )
+            _refuse_bad_scales(self._prefix(layer) + name, qtensor)
+            found[name] = qtensor.to("cpu")
+        return found
+
+    def _encoded(self, qtensors: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+        return {
+            f"{name}.{suffix}": tensor
+            for name, qtensor in qtensors.items()
+            for suffix, tensor in self.plan.format.encode(qtensor).items()
+        }
 
     def _decoded(self, layer: int, finished: FinishedBlock) -> dict[str, QuantizedTensor]:
         """The quantized linears of a block that an earlier run finished."""
@@ -186,7 +240,7 @@ class Quantizer:
     def _advance(
         self,
         layer: int,
-        finished: FinishedBlock,
+        dense: Mapping[str, Tensor],
         qtensors: Mapping[str, QuantizedTensor],
         block: DecoderBlock | None = None,
     ) -> None:
@@ -194,12 +248,14 @@ class Quantizer:
         if self.activations is None or layer + 1 == self.plan.config.num_layers:
             return
         if block is None:
-            block = self._load_block(layer)
-        _load_results(block, qtensors, finished.dense, self.device, self.dtype)
-        with self._timed("calibrate"):
+            with self.watch.measure("load"):
+                block = self._load_block(layer)
+        with self.watch.measure("advance"):
+            _load_results(block, qtensors, dense, self.device, self.dtype)
             self.activations.advance(block)
         if self.work is not None:
-            self.work.keep_hidden(layer, self.activations.hidden)
+            with self.watch.measure("hidden"):
+                self.work.keep_hidden(layer, self.activations.hidden)
 
     def _prefix(self, layer: int) -> str:
         return self.plan.architecture.block_prefix.format(layer=layer)
@@ -223,6 +279,10 @@ class Quantizer:
         names = [member for g in plan.architecture.input_groups for member in g.members]
 
         def load(name: str) -> Tensor:
+            if self.device.type != "cpu" and self.reader.spec(prefix + name).dtype == self.dtype:
+                module, _, kind = name.rpartition(".")  # it was read for the block, bit for bit
+                there: Tensor = getattr(block.get_submodule(module), kind)
+                return there.detach().to(torch.float32, copy=True)
             return self.reader.tensor(prefix + name).to(self.device).float()
 
         norms = {
@@ -244,7 +304,6 @@ class Quantizer:
 
     def _write_block(self, layer: int, finished: FinishedBlock, writer: CheckpointWriter) -> None:
         prefix = self._prefix(layer)
-        self.reports += finished.reports
         for name, tensor in finished.encoded.items():
             writer.add(prefix + name, tensor)
         for name, tensor in finished.dense.items():
@@ -259,21 +318,23 @@ class Quantizer:
         blocks = tuple(self._prefix(layer) for layer in range(self.plan.config.num_layers))
         return [name for name in self.reader.names() if not name.startswith(blocks)]
 
-    def _write_rest(self, writer: CheckpointWriter) -> None:
-        """Everything outside the blocks, lm_head quantized if it is to be."""
-        plan = self.plan
-        head = f"{plan.architecture.lm_head}.weight"
+    def _write_dense(self, writer: CheckpointWriter) -> None:
+        """Everything outside the blocks but an lm_head that is to be quantized."""
+        head = f"{self.plan.architecture.lm_head}.weight"
         for name in self._rest():
-            if not (name == head and plan.quantizes_lm_head):
+            if not (name == head and self.plan.quantizes_lm_head):
                 writer.add(name, self.reader.tensor(name))
-        if plan.quantizes_lm_head:
-            self._quantize_lm_head(
-                head if head in self.reader else plan.architecture.embedding, writer
-            )
 
-    def _quantize_lm_head(self, source: str, writer: CheckpointWriter) -> None:
+    def _write_rest(self, writer: CheckpointWriter) -> None:
+        """What comes last: lm_head, if it is to be quantized."""
+        if self.plan.quantizes_lm_head:
+            self._quantize_lm_head(writer)
+
+    def _quantize_lm_head(self, writer: CheckpointWriter) -> None:
         """Rounds lm_head to nearest: no method sees the final hidden states."""
         name = self.plan.architecture.lm_head
+        held = f"{name}.weight" in self.reader
+        source = f"{name}.weight" if held else self.plan.architecture.embedding
         quant = self.plan.layers[name].weight
         weight = self.reader.tensor(source).to(self.device).float()
         qtensor = quantize(weight, quant, scale_dtype=self.plan.config.dtype)
@@ -290,26 +351,12 @@ class Quantizer:
             )
         )
 
-    def _timed(self, what: str) -> "_Timer":
-        return _Timer(self.seconds, what, self.device)
 
-
-class _Timer:
-    """Adds the seconds inside a ``with`` to an entry of a dictionary, device work included."""
-
-    def __init__(self, seconds: dict[str, float], what: str, device: torch.device) -> None:
-        self.seconds, self.what, self.device = seconds, what, device
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def __enter__(self) -> None:
-        self.started = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.what] += self._now() - self.started
+def _dense(task: BlockTask, result: BlockResult) -> dict[str, Tensor]:
+    """What is left of a block beside its quantized linears, by name within the block, float32."""
+    kept = {n: w for n, w in task.weights.items() if n not in result.qtensors} | task.norms
+    found = {f"{n}.weight": t for n, t in kept.items()}
+    return found | {f"{n}.bias": t for n, t in task.biases.items()}
 
 
 def _load_results(
@@ -371,35 +418,67 @@ def quantize_model(
     reader = CheckpointReader(source)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    quantizer = Quantizer(reader, plan, evidence, device=device, dtype=dtype, progress=progress)
-    with CheckpointWriter(
-        output, overwrite=overwrite, source=source, expected_bytes=plan.planned_bytes
-    ) as writer:
-        hashes = reader.file_hashes(progress)
-        fingerprint = make_fingerprint(hashes, plan, evidence, device, dtype)
+    scratch = Path(os.path.realpath(output)).parent
+    quantizer = Quantizer(
+        reader, plan, evidence, device=device, dtype=dtype, progress=progress, scratch=scratch
+    )
+    watch = quantizer.watch
+
+    def hash_source() -> dict[str, str]:
+        with watch.measure("hash", on_device=False):
+            return reader.file_hashes(progress if resume else silent)
+
+    def check(folder: Path) -> None:
+        with watch.measure("verify"):
+            _verify(folder, plan)
+
+    with (
+        AnonymousPeak() as peak,
+        CheckpointWriter(
+            output, overwrite=overwrite, source=source, expected_bytes=plan.planned_bytes
+        ) as writer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        hashing = pool.submit(hash_source)
+
+        def fingerprint() -> dict[str, object]:
+            return make_fingerprint(hashing.result(), plan, evidence, device, dtype)
+
         needed = plan.planned_bytes + progress_bytes(plan, evidence, dtype)
-        with _work(output, fingerprint, resume, resume_every, needed) as work:
-            quantizer.run(writer, work)
-            for path in reader.side_files():
-                writer.copy_file(path)
-            writer.commit(
-                _config(reader, plan),
-                manifest=_manifest(reader, hashes, recipe, plan, evidence, quantizer.reports),
-                check=lambda folder: _verify(folder, plan),
-            )
+        known = fingerprint() if resume else None
+        with _work(output, known, resume, resume_every, needed) as work:
+            learn = None
+            if work is not None and known is None:
+                learn = partial(_identify, work, fingerprint)
+            quantizer.run(writer, work, learn)
+            with watch.measure("finish"):
+                for path in reader.side_files():
+                    writer.copy_file(path)
+                hashes = hashing.result()
+                writer.commit(
+                    _config(reader, plan),
+                    manifest=_manifest(reader, hashes, recipe, plan, evidence, quantizer.reports),
+                    check=check,
+                )
     return QuantizeReport(
         output=output,
         layers=tuple(quantizer.reports),
-        seconds=quantizer.seconds,
+        seconds=watch.report(),
         written_bytes=plan.planned_bytes,
         peak_device_bytes=(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0),
         peak_host_bytes=peak_host_bytes(),
+        peak_host_anonymous_bytes=peak.num_bytes,
     )
+
+
+def _identify(work: WorkFolder, fingerprint: Callable[[], dict[str, object]]) -> None:
+    """Commits the fingerprint of a fresh run, once the source is hashed."""
+    work.identify(fingerprint())
 
 
 def _work(
     output: Path,
-    fingerprint: Mapping[str, object],
+    fingerprint: Mapping[str, object] | None,
     resume: bool,
     every: int | None,
     expected_bytes: int,

@@ -42,8 +42,11 @@ FINGERPRINT_FILE = "fingerprint.json"
 REPORTS = "reports"
 """Name of the tensor (uint8) that holds a block's reports and the order of its tensors as JSON."""
 
-HIDDEN_BYTES_PER_BLOCK = 256 << 20
-"""How much of the hidden states may be written a block, on the average, when nothing is asked."""
+HIDDEN_BYTES_PER_BLOCK = 16 << 20
+"""How much of the hidden states may be written a block, on the average, when nothing is asked.
+
+To run finished blocks forward again costs a GPU less than a second each; to write 1 GB costs more.
+"""
 PART_BYTES = 64 << 20
 """The hidden states are copied in pieces of this size, so that host memory stays small."""
 NUM_SHOWN = 3
@@ -118,6 +121,11 @@ class WorkFolder:
             os.close(self._lock)
             self._lock = None
 
+    def identify(self, fingerprint: Mapping[str, Any]) -> None:
+        """Commits the fingerprint of a folder opened without one; no block may come before it."""
+        with _disk_errors(self.folder):
+            _write_fingerprint(self.folder, fingerprint)
+
     def block(self, layer: int) -> FinishedBlock | None:
         """Block `layer` as an earlier run finished it, None if it has yet to be quantized."""
         if layer >= self._num_found:
@@ -185,7 +193,7 @@ class WorkFolder:
 
 def open_work_folder(
     output: Path,
-    fingerprint: Mapping[str, Any],
+    fingerprint: Mapping[str, Any] | None,
     *,
     resume: bool,
     every: int | None = None,
@@ -193,6 +201,7 @@ def open_work_folder(
 ) -> WorkFolder:
     """The work folder of a run to `output`: an earlier run's with `resume`, else an empty one.
 
+    A `fingerprint` of None is for a fresh run that has yet to learn it (`WorkFolder.identify`).
     `every` is how many blocks pass between two writes of the hidden states; None chooses by size.
     `expected_bytes` of output and progress together must have room, or `CheckpointError` is raised.
     Raises `UsageError` while another run works there, and when the earlier run was not the same;
@@ -202,7 +211,7 @@ def open_work_folder(
     with _disk_errors(folder), contextlib.ExitStack() as on_error:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder, on_error) if folder.exists() else None
-        if resume and (folder / FINGERPRINT_FILE).is_file():
+        if resume and fingerprint is not None and (folder / FINGERPRINT_FILE).is_file():
             _require_same(folder, fingerprint)
             for path in folder.glob("*.partial"):
                 path.unlink()
@@ -213,7 +222,8 @@ def open_work_folder(
             _refuse_small_disk(folder, expected_bytes)
             folder.mkdir()
             lock = _lock(folder, on_error)
-            _write_fingerprint(folder, fingerprint)
+            if fingerprint is not None:
+                _write_fingerprint(folder, fingerprint)
         on_error.pop_all()
     return WorkFolder(folder, lock, every=every)
 

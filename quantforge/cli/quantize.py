@@ -287,10 +287,11 @@ def _show(console: "Console", plan: "QuantizePlan", report: "QuantizeReport") ->
         "written_bytes": report.written_bytes,
         "peak_device_bytes": report.peak_device_bytes,
         "peak_host_bytes": report.peak_host_bytes,
+        "peak_host_anonymous_bytes": report.peak_host_anonymous_bytes,
         "checkpoint": described,
         "layers": [asdict(layer) for layer in report.layers],
     }
-    memory = f"{report.peak_host_bytes / 1e9:.2f} GB host"
+    memory = f"{(report.peak_host_anonymous_bytes or report.peak_host_bytes) / 1e9:.2f} GB host"
     if report.peak_device_bytes:
         memory += f", {report.peak_device_bytes / 1e9:.2f} GB device"
     console.result(

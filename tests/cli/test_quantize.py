@@ -19,6 +19,7 @@ from quantforge.errors import (
     EXIT_UNSUPPORTED,
     EXIT_USAGE,
 )
+from quantforge.stopwatch import PHASES
 
 TinyModel = Callable[..., Path]
 Command = Callable[..., Any]
@@ -71,6 +72,8 @@ def test_json_is_one_document_on_stdout(
     assert document["output"] == str(output)
     assert len(document["layers"]) == 14
     assert document["seconds"]["total"] > 0
+    assert document["seconds"].keys() == {*PHASES, "calibrate", "total"}
+    assert 0 < document["peak_host_anonymous_bytes"] <= document["peak_host_bytes"] * 1.01
     held = sum(t.nbytes for t in load_file(output / "model.safetensors").values())
     assert document["written_bytes"] == held
 
@@ -433,18 +436,24 @@ def test_a_dry_run_refuses_what_a_run_would(
 
 
 @pytest.mark.parametrize(
-    ("options", "names"), [((), ".out.resume"), (("--resume-every", "0"), "results/out:")]
+    ("options", "where", "names"),
+    [((), ".out.resume", ".out.resume"), (("--resume-every", "0"), ".out.partial", "results/out:")],
 )
 def test_a_full_disk_is_one_line(
     options: tuple[str, ...],
+    where: str,
     names: str,
     tiny_model: TinyModel,
     output: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fill(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+    real = writer.Shard.add
+
+    def fill(shard: Any, *tensor: Any) -> None:
+        if shard.path.parent.name.startswith(where):
+            raise OSError(28, "No space left on device")
+        real(shard, *tensor)
 
     monkeypatch.setattr(writer.Shard, "add", fill)
     found = command("quantize", tiny_model(), "-o", output, "-m", "rtn", "-q", *CPU, *options)
