@@ -1,39 +1,16 @@
 """Reports of an evaluation or a gate, made from its JSON document alone.
 
-Markdown for a pull request, and one HTML page that needs neither network nor script: the plots are
-inline SVG with their figures as tooltips, colours follow the reader's light or dark theme.
+Markdown for a pull request, and one HTML page that needs neither network nor script.
 """
 
-import html
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge.errors import UsageError
-
-WIDTH, HEIGHT, MARGIN = 640, 180, 34
-"""Size of a plot and of the space for its labels, in SVG units."""
-
-STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--paper:#fff;--soft:#6b7280;--line:#d7dbe0;
---bar:#3b6fb6;--good:#1a7f37;--bad:#c0342b}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e8eb;--paper:#15181c;--soft:#98a1ac;--line:#343a42;
---bar:#6da2e8;--good:#4cc46a;--bad:#ff7b72}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:46rem;
-margin:2rem auto;padding:0 1rem}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
-table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);
-overflow-wrap:anywhere}
-th{color:var(--soft);font-weight:500}td{font-variant-numeric:tabular-nums}
-.pass{color:var(--good);font-weight:600}.fail{color:var(--bad);font-weight:600}
-svg{width:100%;height:auto}svg rect{fill:var(--bar)}
-svg text{fill:var(--soft);font-size:11px}svg line{stroke:var(--soft);stroke-dasharray:3}
-""".strip()
-
-Rows = list[tuple[str, ...]]
+from quantforge.page import Rows, bar_plot, number, page, table
 
 CHECK_COLUMNS = ("", "limit", "value", "threshold", "margin")
 
@@ -66,16 +43,8 @@ def to_markdown(document: Mapping[str, Any]) -> str:
 
 def to_html(document: Mapping[str, Any]) -> str:
     """A whole page: verdict, tables and plots."""
-    title = html.escape(_title(document))
-    body = "".join(_html_table(*section) for section in _sections(document))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>\n{body}{_plots(document)}</body></html>\n"
-    )
+    body = "".join(table(*section) for section in _sections(document))
+    return page(_title(document), body + _plots(document))
 
 
 def to_text(document: Mapping[str, Any]) -> str:
@@ -89,7 +58,7 @@ def to_text(document: Mapping[str, Any]) -> str:
 def summary_rows(document: Mapping[str, Any]) -> Rows:
     """(figure, value, 95 % interval) of an evaluation, for tables and terminals."""
     compared = document.get("comparison") or {}
-    rows: Rows = [("perplexity", _number(document["ppl"]), "")]
+    rows: Rows = [("perplexity", number(document["ppl"]), "")]
     names = (
         ("ppl_baseline", "perplexity of the baseline"),
         ("ppl_ratio", "perplexity ratio"),
@@ -102,9 +71,9 @@ def summary_rows(document: Mapping[str, Any]) -> Rows:
     for key, label in names:
         if key in compared:
             interval = compared.get(f"{key}_interval")
-            shown = " to ".join(_number(end) for end in interval) if interval else ""
-            rows.append((label, _number(compared[key]), shown))
-    rows.append(("bits per weight", _number(document["bits_per_weight"]), ""))
+            shown = " to ".join(number(end) for end in interval) if interval else ""
+            rows.append((label, number(compared[key]), shown))
+    rows.append(("bits per weight", number(document["bits_per_weight"]), ""))
     return rows
 
 
@@ -114,7 +83,7 @@ def check_rows(gate: Mapping[str, Any]) -> Rows:
         (
             "pass" if check["ok"] else "FAIL",
             check["limit"],
-            _number(check["value"]),
+            number(check["value"]),
             f"{check['threshold']:g}",
             f"{check['margin']:+.4g}",
         )
@@ -168,17 +137,6 @@ def _markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _html_table(heading: str, columns: Sequence[str], rows: Rows) -> str:
-    def cell(text: str) -> str:
-        verdict = {"pass": ' class="pass"', "FAIL": ' class="fail"'}.get(text, "")
-        return f"<td{verdict}>{html.escape(text)}</td>"
-
-    head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
-    lines = "".join(f"<tr>{''.join(cell(c) for c in row)}</tr>\n" for row in rows)
-    header = f"<tr>{head}</tr>" if any(columns) else ""
-    return f"<h2>{html.escape(heading)}</h2>\n<table>{header}\n{lines}</table>\n"
-
-
 def _plots(document: Mapping[str, Any]) -> str:
     histogram, sums = document.get("kl_histogram"), document.get("windows")
     parts = []
@@ -199,40 +157,3 @@ def _plots(document: Mapping[str, Any]) -> str:
         plot = bar_plot(ratios, labels, ("first window", "last"), reference=1.0)
         parts.append(f"<h2>Perplexity ratio of each window</h2>\n{plot}")
     return "\n".join(parts)
-
-
-def bar_plot(
-    values: Sequence[float],
-    labels: Sequence[str],
-    ends: tuple[str, str],
-    *,
-    reference: float | None = None,
-) -> str:
-    """Bars from zero as inline SVG, each with its label and value as a tooltip.
-
-    `ends` are written under the first and the last bar; `reference` draws a dashed line.
-    """
-    top = max([*values, reference or 0.0]) or 1.0
-    step = WIDTH / len(values)
-    scale = (HEIGHT - MARGIN) / top
-    base = HEIGHT - MARGIN / 2
-    bars = [
-        f'<rect x="{i * step:.2f}" y="{base - v * scale:.2f}" width="{max(step * 0.85, 0.5):.2f}" '
-        f'height="{v * scale:.2f}"><title>{html.escape(label)}: {_number(v)}</title></rect>'
-        for i, (v, label) in enumerate(zip(values, labels, strict=True))
-    ]
-    if reference is not None:
-        y = f"{base - reference * scale:.2f}"
-        bars.append(f'<line x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
-    captions = (
-        f'<text x="0" y="12">highest {_number(top)}</text>'
-        f'<text x="0" y="{HEIGHT - 4}">{html.escape(ends[0])}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(ends[1])}</text>'
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n' + "\n".join(bars) + captions + "</svg>"
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 10 else f"{value:.4g}"

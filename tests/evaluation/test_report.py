@@ -13,7 +13,6 @@ from quantforge.evaluation.divergence import compare
 from quantforge.evaluation.gate import evaluate_gate
 from quantforge.evaluation.measure import Measurement
 from quantforge.evaluation.report import (
-    bar_plot,
     check_report_path,
     to_html,
     to_markdown,
@@ -21,6 +20,7 @@ from quantforge.evaluation.report import (
     write_report,
 )
 from quantforge.evaluation.texts import EvalText
+from quantforge.page import bar_plot
 from quantforge.recipe import GateSection
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
