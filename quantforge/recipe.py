@@ -16,13 +16,23 @@
 
 Every section is optional; an unknown key is refused with the nearest known one. A recipe is named
 (a file of ``recipes/``) or given as a path.
+
+A recipe may start from another one, a shipped name or a path relative to its own file::
+
+    extends: awq_w4a16
+    quantize:
+      group_size: 32          # the rest of the section stays
+      options: null           # null takes a key of the parent away
+
+Mappings are merged key by key at every depth, everything else is replaced, and null removes: the
+rules of JSON Merge Patch (RFC 7396). ``description`` alone is not inherited.
 """
 
 import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,9 +89,11 @@ class GateSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A parsed recipe. `source` is the name or path that it came from."""
+    """A parsed recipe. `source` is the name or path that it came from, `extends` that of its
+    parent, whose sections are merged in already."""
 
     source: str
+    extends: str | None = None
     description: str = ""
     quantize: QuantizeSection = field(default_factory=QuantizeSection)
     calibration: CalibrationSection = field(default_factory=CalibrationSection)
@@ -110,8 +122,64 @@ def recipe_path(name: str) -> Path:
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe called `name`, or in the file `name`."""
-    path = recipe_path(name)
+    """The recipe called `name`, or in the file `name`, merged with those that it extends."""
+    return parse_recipe(load_document(name), source=name)
+
+
+def load_document(name: str) -> dict[str, Any]:
+    """The sections of a recipe as plain values, its parents merged in; ``extends`` tells of them.
+
+    Raises `RecipeError` naming the file that is wrong, and the whole chain where it is a circle.
+    """
+    document, parent = _merged(name, recipe_path(name), ())
+    if parent is not None:
+        document["extends"] = parent
+    order = [f.name for f in dataclasses.fields(Recipe)]
+    return {key: document[key] for key in sorted(document, key=_place(order))}
+
+
+def _place(order: list[str]) -> Callable[[object], int]:
+    """A key for `sorted` that puts known keys in `order`, and unknown ones behind."""
+    return lambda key: order.index(key) if isinstance(key, str) and key in order else len(order)
+
+
+def _merged(name: str, path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], str | None]:
+    """(sections of the file `path`, merged; the parent's name), `below` the files extending it."""
+    chain = (*below, path.resolve())
+    if path.resolve() in below:
+        names = " -> ".join(link.name for link in chain)
+        raise RecipeError(f"recipe {name} extends itself: {names}")
+    document = _read_document(path, name)
+    parent = document.pop("extends", None)
+    if parent is None:
+        return document, None
+    if not isinstance(parent, str):
+        raise RecipeError(
+            f"recipe {name}: extends is {parent!r}; expected a shipped recipe or a .yaml file"
+        )
+    inherited, _ = _merged(parent, _parent_path(parent, path, name), chain)
+    parse_recipe(inherited, source=parent)  # an error of the parent names the parent
+    inherited.pop("description", None)
+    return merge_patch(inherited, document), parent
+
+
+def _parent_path(parent: str, child: Path, name: str) -> Path:
+    """The file that ``extends: <parent>`` of the file `child` means."""
+    if Path(parent).suffix in (".yaml", ".yml"):
+        path = child.parent / Path(parent).expanduser()
+        if not path.is_file():
+            raise RecipeError(f"recipe {name} extends {parent}, but {path} does not exist")
+        return path
+    if parent not in recipe_names():
+        raise RecipeError(
+            f"recipe {name} extends the unknown recipe {parent!r}"
+            f"{did_you_mean(parent, recipe_names())}; known: {', '.join(recipe_names())}; "
+            "or give a .yaml file, relative to this one"
+        )
+    return recipe_path(parent)
+
+
+def _read_document(path: Path, name: str) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -119,7 +187,24 @@ def load_recipe(name: str) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = str(error).replace("\n", " ")
         raise RecipeError(f"recipe {path} is not valid YAML: {line}") from error
-    return parse_recipe(document, source=name)
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise RecipeError(f"recipe {name}: expected a mapping of sections, found {document!r}")
+    return dict(document)
+
+
+def merge_patch(target: Any, patch: Any) -> Any:
+    """`target` changed by `patch` as RFC 7396 says: mappings merge, null removes, the rest wins."""
+    if not isinstance(patch, Mapping):
+        return patch
+    merged = dict(target) if isinstance(target, Mapping) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = merge_patch(merged.get(key), value)
+    return merged
 
 
 def parse_recipe(document: Any, source: str) -> Recipe:
