@@ -16,16 +16,23 @@ from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
 from quantforge.progress import Progress, silent
 
 LINE_INTERVAL_S = 10.0
+SLOW_STEP_S = 1.0
+"""From this duration on, a step's own time is worth saying."""
+PACE_PERIOD_S = 3600.0
+"""How far back steps count for the time left: blocks of a large model take minutes each."""
 
 
 class Console:
@@ -76,17 +83,30 @@ class Console:
             yield _lines(self.err)
 
 
+def pace(elapsed: float, done: float) -> str:
+    """``3.2 s each``, or nothing where steps are quick or none is done."""
+    return f"{elapsed / done:.1f} s each" if done and elapsed / done >= SLOW_STEP_S else ""
+
+
+class _PaceColumn(ProgressColumn):
+    """Seconds a step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(pace(task.elapsed or 0.0, task.completed))
+
+
 @contextmanager
 def _bars(console: RichConsole) -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _PaceColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with RichProgress(*columns, console=console) as bars:
+    with RichProgress(*columns, console=console, speed_estimate_period=PACE_PERIOD_S) as bars:
         tasks: dict[str, Any] = {}
 
         def callback(stage: str, done: int, total: int) -> None:
@@ -110,6 +130,7 @@ def _lines(console: RichConsole) -> Progress:
         said[stage] = now
         elapsed = now - begin
         left = f", {elapsed / done * (total - done):.0f} s left" if 0 < done < total else ""
-        console.print(f"{stage}: {done}/{total} in {elapsed:.0f} s{left}", markup=False)
+        each = f", {found}" if (found := pace(elapsed, done)) else ""
+        console.print(f"{stage}: {done}/{total} in {elapsed:.0f} s{each}{left}", markup=False)
 
     return callback
