@@ -42,7 +42,8 @@ class PlanEstimate:
     """The layers of a plan, what it writes, and about what a run holds in memory, in bytes.
 
     `bits_per_weight` is over the quantized linears; `device_bytes` is 0 on a CPU, where everything
-    is host memory.
+    is host memory. `hidden_bytes` are the hidden states of the calibration samples, which lie on
+    the device or in host memory, and `working_bytes` what is held beside them where the work is.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -51,6 +52,8 @@ class PlanEstimate:
     bits_per_weight: float
     device_bytes: int
     host_bytes: int
+    hidden_bytes: int
+    working_bytes: int
 
 
 def estimate_plan(
@@ -68,6 +71,8 @@ def estimate_plan(
     weights = sum(g.count * g.shape[0] * g.shape[1] for g in quantized)
     hidden = num_tokens * plan.config.hidden_size * dtype.itemsize
     working = _block_bytes(plan, shapes, num_tokens, dtype)
+    if num_tokens:  # the embedding is there before the first block is
+        working = max(working, plan.config.vocab_size * plan.config.hidden_size * dtype.itemsize)
     on_device = device.type != "cpu"
     return PlanEstimate(
         groups=groups,
@@ -76,6 +81,8 @@ def estimate_plan(
         bits_per_weight=8 * sum(g.num_bytes for g in quantized) / weights,
         device_bytes=hidden + working if on_device else 0,
         host_bytes=hidden if on_device else hidden + working,
+        hidden_bytes=hidden,
+        working_bytes=working,
     )
 
 

@@ -1,8 +1,10 @@
-"""What ``quantize --dry-run`` shows: the plan with its bytes, kernels and memory."""
+"""What is known of a run before it: ``--dry-run`` shows it, and what cannot fit is refused."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from quantforge.checkpoint.reader import CheckpointReader
@@ -24,14 +26,12 @@ def show_plan(
     """Prints the plan of `model`; reads no tensor and writes nothing."""
     from dataclasses import asdict
 
-    from quantforge.cli.evidence import STATISTICS_SUFFIX
+    from quantforge.capacity import free_memory, lacking_memory
     from quantforge.estimate import estimate_plan
 
-    reads_text = plan.method.needs_statistics and not calibration.dataset.endswith(
-        STATISTICS_SUFFIX
-    )
-    num_tokens = calibration.num_samples * calibration.sequence_length if reads_text else 0
+    num_tokens = calibration_tokens(plan, calibration)
     estimate = estimate_plan(reader, plan, num_tokens=num_tokens, device=device, dtype=dtype)
+    lacking = lacking_memory(estimate, plan, device, dtype, free_memory(device))
     precision = str(dtype).removeprefix("torch.")
     console.table(
         f"{model}: plan for {plan.method.name}",
@@ -55,8 +55,11 @@ def show_plan(
         "device": device.type,
         "dtype": precision,
         "calibration_tokens": num_tokens,
+        "lacking_memory": lacking,
         **asdict(estimate),
     }
+    if lacking is not None:
+        console.warn(lacking)
     memory = f"{estimate.host_bytes / 1e9:.2f} GB host"
     if estimate.device_bytes:
         memory += f", {estimate.device_bytes / 1e9:.2f} GB device"
@@ -66,6 +69,41 @@ def show_plan(
         f"{estimate.planned_bytes / 1e6:,.1f} MB, {estimate.bits_per_weight:.3f} bits a weight in "
         f"{len(plan.layers)} linears; about {memory} of tensors in {precision}; nothing written",
     )
+
+
+def calibration_tokens(plan: "QuantizePlan", calibration: "CalibrationSection") -> int:
+    """Tokens of text that will go through the model; 0 for statistics taken earlier, or none."""
+    from quantforge.cli.evidence import STATISTICS_SUFFIX
+
+    if not plan.method.needs_statistics or calibration.dataset.endswith(STATISTICS_SUFFIX):
+        return 0
+    return calibration.num_samples * calibration.sequence_length
+
+
+def refuse_lacking(
+    reader: "CheckpointReader",
+    plan: "QuantizePlan",
+    calibration: "CalibrationSection",
+    output: "Path",
+    device: "torch.device",
+    dtype: "torch.dtype",
+    *,
+    keeps_progress: bool,
+    ignore_memory: bool,
+) -> None:
+    """Refuses a run for which memory (unless that is ignored) or disk will not do."""
+    from quantforge.capacity import free_memory, lacking_disk, lacking_memory
+    from quantforge.errors import CheckpointError, UnsupportedError
+    from quantforge.estimate import estimate_plan
+
+    num_tokens = calibration_tokens(plan, calibration)
+    estimate = estimate_plan(reader, plan, num_tokens=num_tokens, device=device, dtype=dtype)
+    if not ignore_memory and (
+        lacking := lacking_memory(estimate, plan, device, dtype, free_memory(device))
+    ):
+        raise UnsupportedError(f"{lacking}; --ignore-memory-check tries all the same")
+    if lacking := lacking_disk(estimate, output, keeps_progress=keeps_progress):
+        raise CheckpointError(lacking)
 
 
 def _short(group: "LayerGroup") -> str:
