@@ -5,15 +5,15 @@ in a second instead of after an hour; what the estimate leaves out (the program,
 resident already or can be given back.
 """
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from quantforge.calibration.activations import DEVICE_SHARE
+from quantforge.calibration.hidden import DEVICE_SHARE, HOST_SHARE, Place
 from quantforge.estimate import PlanEstimate
+from quantforge.memory import available_host_bytes
 from quantforge.plan import QuantizePlan
 from quantforge.resume import work_folder
 
@@ -40,7 +40,7 @@ class FreeMemory:
 def free_memory(device: torch.device) -> FreeMemory:
     """What is free on the host, within the limits of its control group, and on `device`."""
     on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    known = [n for n in (_available_host_bytes(), _control_group_bytes()) if n is not None]
+    known = [n for n in (available_host_bytes(), _control_group_bytes()) if n is not None]
     return FreeMemory(host_bytes=min(known, default=None), device_bytes=on_device)
 
 
@@ -51,25 +51,32 @@ def lacking_memory(
     dtype: torch.dtype,
     free: FreeMemory,
 ) -> str | None:
-    """Why the run does not fit into `free` (what it needs, what there is, what lowers it), or None.
-
-    The hidden states go to the host where they would take too much of the device, as
-    `Activations` decides.
-    """
-    needs = {"host": estimate.host_bytes}
-    if free.device_bytes is not None:
-        stays = estimate.hidden_bytes <= free.device_bytes * DEVICE_SHARE
-        needs["host"] = 0 if stays else estimate.hidden_bytes
-        needs[str(device)] = estimate.working_bytes + (estimate.hidden_bytes if stays else 0)
-    for place, needed in needs.items():
-        there = free.host_bytes if place == "host" else free.device_bytes
+    """Why the run does not fit into `free`, with what it needs and what lowers it, or None."""
+    place = hidden_place(estimate, free)
+    on_host = estimate.hidden_bytes if place == Place.HOST else 0
+    if free.device_bytes is None:
+        needs = {"host": estimate.working_bytes + on_host}
+    else:
+        on_device = estimate.hidden_bytes if place == Place.DEVICE else 0
+        needs = {"host": on_host, str(device): estimate.working_bytes + on_device}
+    for name, needed in needs.items():
+        there = free.host_bytes if name == "host" else free.device_bytes
         if there is not None and needed > there:
-            where = "host memory" if place == "host" else f"memory of {place}"
+            where = "host memory" if name == "host" else f"memory of {name}"
             return (
                 f"this run needs about {needed / 1e9:.2f} GB of {where}, and {there / 1e9:.2f} GB "
                 f"are free; less is needed with {_what_lowers(estimate, plan, device, dtype)}"
             )
     return None
+
+
+def hidden_place(estimate: PlanEstimate, free: FreeMemory) -> Place:
+    """Where `calibration.hidden` will keep the hidden states."""
+    size = estimate.hidden_bytes
+    if free.device_bytes is not None and size <= free.device_bytes * DEVICE_SHARE:
+        return Place.DEVICE
+    fits = free.host_bytes is None or size <= free.host_bytes * HOST_SHARE
+    return Place.HOST if fits else Place.DISK
 
 
 def _what_lowers(
@@ -87,36 +94,26 @@ def _what_lowers(
     return ", ".join(options) or "a smaller model"
 
 
-def lacking_disk(estimate: PlanEstimate, output: Path, *, keeps_progress: bool) -> str | None:
-    """Why the output and the progress kept beside it do not fit on the disk, or None."""
+def lacking_disk(
+    estimate: PlanEstimate, output: Path, free: FreeMemory, *, keeps_progress: bool
+) -> str | None:
+    """Why the output and what is kept beside it during the run do not fit on the disk, or None."""
     work = work_folder(output)
     needed = estimate.planned_bytes
+    if hidden_place(estimate, free) == Place.DISK:
+        needed += estimate.hidden_bytes
     if keeps_progress:
         needed += estimate.planned_bytes + 2 * estimate.hidden_bytes
     present = sum(path.stat().st_size for path in work.glob("*"))  # used again, or removed first
     parent = next(p for p in work.parents if p.is_dir())
-    free = shutil.disk_usage(parent).free + present
-    if needed <= free:
+    there = shutil.disk_usage(parent).free + present
+    if needed <= there:
         return None
     advice = ", or keep no progress with --resume-every 0" if keeps_progress else ""
     return (
-        f"{parent} has {free / 1e9:.2f} GB free; the output and the progress kept beside it need "
+        f"{parent} has {there / 1e9:.2f} GB free; the output and the progress kept beside it need "
         f"{needed / 1e9:.2f} GB; make room{advice}"
     )
-
-
-def _available_host_bytes() -> int | None:
-    """Memory that programs can get without swapping: free, or held by caches of files."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def _control_group_bytes() -> int | None:

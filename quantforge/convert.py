@@ -229,9 +229,15 @@ def _manifest(conversion: _Conversion, scale_error: float, progress: Progress) -
         method=old.method,
         seed=old.seed,
         calibration=old.calibration,
-        layers=old.layers,
+        layers=tuple(_without_size(layer) for layer in old.layers),
+        run=old.run,
         evaluations=old.evaluations if scale_error == 0 else (),
     )
+
+
+def _without_size(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's report without what depends on the format."""
+    return {key: value for key, value in layer.items() if key != "bits_per_weight"}
 
 
 def _verify(folder: Path, schemes: Mapping[str, QuantScheme]) -> None:

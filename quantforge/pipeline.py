@@ -6,9 +6,11 @@ blocks see the errors of earlier ones.
 """
 
 import logging
+import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -32,8 +34,10 @@ from quantforge.checkpoint.writer import CheckpointWriter
 from quantforge.errors import CalibrationError, CheckpointError, UsageError
 from quantforge.fingerprint import make_fingerprint
 from quantforge.memory import AnonymousPeak
+from quantforge.methods._run import run_method
 from quantforge.methods.base import BlockResult, BlockTask, LayerReport, relative_errors
 from quantforge.models.decoder import DecoderBlock
+from quantforge.models.dequantized import open_source, source_origin
 from quantforge.models.expected import check_finite
 from quantforge.models.linear import Linear
 from quantforge.models.loader import load_block, load_embedding
@@ -52,6 +56,8 @@ from quantforge.resume import (
 from quantforge.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
+
+NO_INPUTS = "no method sees the inputs of lm_head"
 
 Evidence = CalibrationSet | StatisticsFile
 """What a method learns from: text to run through the model, or statistics taken earlier."""
@@ -192,13 +198,16 @@ class Quantizer:
             task = self._task(layer, block, statistics)
         del statistics
         with self.watch.measure("quantize"):
-            result = plan.method.quantize_block(task, plan.options)
+            result = run_method(plan.method, task, plan.options)
         with self.watch.measure("encode"):
             qtensors = self._on_host(layer, result)
             dense = _dense(task, result)
         del task
         prefix = self._prefix(layer)
-        reports = tuple(replace(r, name=prefix + r.name) for r in result.reports)
+        bits = {name: self._stored_bits(prefix + name, q) for name, q in qtensors.items()}
+        reports = tuple(
+            replace(r, name=prefix + r.name, bits_per_weight=bits[r.name]) for r in result.reports
+        )
         self.reports += reports
 
         def write() -> None:
@@ -216,6 +225,12 @@ class Quantizer:
             _refuse_bad_scales(self._prefix(layer) + name, qtensor)
             found[name] = qtensor.to("cpu")
         return found
+
+    def _stored_bits(self, name: str, qtensor: QuantizedTensor) -> float:
+        """Bits a weight that the linear `name` takes on disk, scales and zero points included."""
+        scheme = self.plan.layers[name]
+        specs = self.plan.format.tensors(qtensor.shape, scheme, qtensor.scale.dtype)
+        return 8 * sum(spec.num_bytes for spec in specs.values()) / math.prod(qtensor.shape)
 
     def _encoded(self, qtensors: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         return {
@@ -265,7 +280,7 @@ class Quantizer:
         if self.activations is not None:
             capture = Capture(groups)
             self.activations.observe(block, capture)
-            return capture.results(layer)
+            return capture.results(layer, self.activations.length)
         if isinstance(self.evidence, StatisticsFile):
             return self.evidence.block(layer, self.device)
         return {}
@@ -314,9 +329,10 @@ class Quantizer:
         return tensor.to("cpu", self.reader.spec(name).dtype)
 
     def _rest(self) -> list[str]:
-        """Tensors outside the blocks: embedding, final norm, lm_head, whatever the source holds."""
+        """Tensors outside the blocks (embedding, final norm, lm_head), and what is left in them."""
         blocks = tuple(self._prefix(layer) for layer in range(self.plan.config.num_layers))
-        return [name for name in self.reader.names() if not name.startswith(blocks)]
+        extra = set(self.plan.extra)
+        return [n for n in self.reader.names() if n in extra or not n.startswith(blocks)]
 
     def _write_dense(self, writer: CheckpointWriter) -> None:
         """Everything outside the blocks but an lm_head that is to be quantized."""
@@ -336,11 +352,15 @@ class Quantizer:
         held = f"{name}.weight" in self.reader
         source = f"{name}.weight" if held else self.plan.architecture.embedding
         quant = self.plan.layers[name].weight
+        started = time.perf_counter()
         weight = self.reader.tensor(source).to(self.device).float()
         qtensor = quantize(weight, quant, scale_dtype=self.plan.config.dtype)
         _refuse_bad_scales(name, qtensor)
         weight_error, _ = relative_errors(weight, qtensor.dequantize(weight.dtype), None)
-        writer.add_linear(name, qtensor.to("cpu"), self.plan.format)
+        stored = self.plan.format.encode(qtensor.to("cpu"))
+        for suffix, tensor in stored.items():
+            writer.add(f"{name}.{suffix}", tensor)
+        asked = self.plan.method.name
         self.reports.append(
             LayerReport(
                 name=name,
@@ -348,6 +368,9 @@ class Quantizer:
                 method="rtn",
                 weight_error=weight_error,
                 output_error=None,
+                notes={} if asked == "rtn" else {"fallback": f"rtn: {NO_INPUTS}"},
+                bits_per_weight=self._stored_bits(name, qtensor),
+                seconds=round(time.perf_counter() - started, 4),
             )
         )
 
@@ -403,6 +426,7 @@ def quantize_model(
     overwrite: bool = False,
     resume: bool = False,
     resume_every: int | None = None,
+    dequantize: bool = False,
     progress: Progress = silent,
 ) -> QuantizeReport:
     """Quantizes `source` into the folder `output` as `plan` says.
@@ -410,12 +434,13 @@ def quantize_model(
     The folder appears only when it is complete, has its manifest, and was opened again and
     verified. Finished blocks are kept beside it (`quantforge.resume`) until then; `resume` goes on
     from those of an earlier run, and `resume_every` says after how many blocks the hidden states
-    are written too (None: by their size; 0: nothing is kept). Raises what its parts raise, naming
-    files and layers.
+    are written too (None: by their size; 0: nothing is kept). With `dequantize` a source that is
+    quantized already is read as the dense model that it stands for. Raises what its parts raise,
+    naming files and layers.
     """
     if resume and resume_every == 0:
         raise UsageError("--resume needs kept progress; --resume-every 0 keeps none")
-    reader = CheckpointReader(source)
+    reader = open_source(source, dequantize=dequantize)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     scratch = Path(os.path.realpath(output)).parent
@@ -457,7 +482,7 @@ def quantize_model(
                 hashes = hashing.result()
                 writer.commit(
                     _config(reader, plan),
-                    manifest=_manifest(reader, hashes, recipe, plan, evidence, quantizer.reports),
+                    manifest=_manifest(reader, hashes, recipe, plan, evidence, quantizer),
                     check=check,
                 )
     return QuantizeReport(
@@ -465,7 +490,7 @@ def quantize_model(
         layers=tuple(quantizer.reports),
         seconds=watch.report(),
         written_bytes=plan.planned_bytes,
-        peak_device_bytes=(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0),
+        peak_device_bytes=_peak_device_bytes(device),
         peak_host_bytes=peak_host_bytes(),
         peak_host_anonymous_bytes=peak.num_bytes,
     )
@@ -528,7 +553,7 @@ def _manifest(
     recipe: Recipe,
     plan: QuantizePlan,
     evidence: Evidence | None,
-    reports: list[LayerReport],
+    quantizer: Quantizer,
 ) -> Manifest:
     calibration: dict[str, object] | None = None
     if isinstance(evidence, CalibrationSet):
@@ -543,11 +568,27 @@ def _manifest(
         calibration = {"statistics": evidence.path.name, **asdict(evidence.origin)}
     return Manifest(
         versions=provenance_versions(),
-        source={"name": reader.folder.name, "hashes": dict(hashes)},
+        source={"name": reader.folder.name, "hashes": dict(hashes), **source_origin(reader)},
         recipe=asdict(recipe),
         scheme=str(plan.scheme),
         method=plan.method.name,
         seed=recipe.calibration.seed,
         calibration=calibration,
-        layers=tuple(asdict(r) for r in reports),
+        layers=tuple(asdict(r) for r in quantizer.reports),
+        run={
+            "device": _device_name(quantizer.device),
+            "dtype": str(quantizer.dtype).removeprefix("torch."),
+            "seconds": {name: round(value, 3) for name, value in quantizer.watch.report().items()},
+            "peak_device_bytes": _peak_device_bytes(quantizer.device),
+            "peak_host_bytes": peak_host_bytes(),
+            "ignored": list(plan.ignore),
+        },
     )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peak_device_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -12,7 +12,7 @@ from quantforge.errors import RecipeError, UnsupportedError
 from quantforge.methods.base import Method, load_method
 from quantforge.models.arch.base import Architecture
 from quantforge.models.config import ModelConfig
-from quantforge.models.expected import check_checkpoint
+from quantforge.models.expected import check_checkpoint, extra_tensors
 from quantforge.models.loader import architecture_of, load_config
 from quantforge.models.partition import Partition
 from quantforge.recipe import QuantizeSection
@@ -37,6 +37,8 @@ class QuantizePlan:
     layers: Mapping[str, QuantScheme]
     ignore: tuple[str, ...]
     planned_bytes: int
+    extra: tuple[str, ...] = ()
+    """Tensors of the blocks that the model does not use, such as old buffers: copied as they are"""
 
     def block_linears(self, layer: int) -> dict[str, QuantScheme]:
         """The targets of one block, by name within the block."""
@@ -58,13 +60,14 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
     if reader.layout is not None:
         raise UnsupportedError(
             f"{reader.folder} is quantized already ({reader.layout.format}); "
-            "quantize the original model instead"
+            "quantize the original model instead, or give --dequantize"
         )
     method = load_method(section.method)
     options = method.parse_options(section.options)
     architecture = architecture_of(reader.config)
     config = load_config(reader.config)
     check_checkpoint(reader, config, architecture, Partition())
+    extra = extra_tensors(reader, config, architecture)
     shapes = linear_shapes(reader, architecture, config)
     targets, ignored = split_ignored(shapes, section.ignore)
     if not targets:
@@ -94,6 +97,7 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
         layers=dict.fromkeys(targets, scheme),
         ignore=tuple(ignored),
         planned_bytes=dense_bytes - saved,
+        extra=extra,
     )
 
 

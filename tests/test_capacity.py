@@ -72,10 +72,8 @@ def test_advice_is_only_what_helps(tiny_model: TinyModel) -> None:
     assert reason.endswith("less is needed with a smaller model")
 
 
-def test_hidden_states_go_to_the_host_where_the_device_is_small(
-    case: tuple[QuantizePlan, PlanEstimate],
-) -> None:
-    """As `Activations` places them: on the device up to a quarter of what is free there."""
+def test_hidden_states_go_where_there_is_room(case: tuple[QuantizePlan, PlanEstimate]) -> None:
+    """On the device up to a quarter of what is free there, on the host up to half, then to disk."""
     plan, estimate = case
 
     def reason(host: int, device: int) -> str | None:
@@ -84,9 +82,9 @@ def test_hidden_states_go_to_the_host_where_the_device_is_small(
 
     roomy = 4 * estimate.hidden_bytes + estimate.working_bytes
     assert reason(0, roomy) is None
-    assert reason(estimate.hidden_bytes, estimate.working_bytes) is None
+    assert reason(2 * estimate.hidden_bytes, estimate.working_bytes) is None
+    assert reason(0, estimate.working_bytes) is None
     assert "memory of cuda:0" in str(reason(estimate.hidden_bytes, estimate.working_bytes - 1))
-    assert "host memory" in str(reason(estimate.hidden_bytes - 1, estimate.working_bytes))
     assert "--device cpu" in str(reason(0, 0))
 
 
@@ -119,13 +117,18 @@ def test_disk_counts_output_progress_and_hidden_states(
 
     def lacking(free: int, *, keeps_progress: bool = True) -> str | None:
         monkeypatch.setattr(capacity.shutil, "disk_usage", lambda _: usage._replace(free=free))
-        return lacking_disk(estimate, output, keeps_progress=keeps_progress)
+        return lacking_disk(estimate, output, memory, keeps_progress=keeps_progress)
 
+    memory = FreeMemory(host_bytes=2 * estimate.hidden_bytes, device_bytes=None)
     assert lacking(needed) is None
     assert "--resume-every 0" in str(lacking(needed - 1))
     assert str(tmp_path) in str(lacking(needed - 1))
     assert lacking(plan.planned_bytes, keeps_progress=False) is None
     assert "--resume-every" not in str(lacking(plan.planned_bytes - 1, keeps_progress=False))
+    memory = NOTHING  # the hidden states of the running block go to disk, too
+    assert lacking(needed + estimate.hidden_bytes) is None
+    assert lacking(needed + estimate.hidden_bytes - 1) is not None
+    memory = FreeMemory(host_bytes=None, device_bytes=None)
     work = work_folder(output)
     work.mkdir(parents=True)
     (work / "block-00000.safetensors").write_bytes(b"x" * 1000)

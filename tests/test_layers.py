@@ -14,7 +14,7 @@ KERNELS = ROOT / "kernels" / "quantforge_kernels"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress", "background"),
-    ("registry", "resources"),
+    ("registry", "resources", "page"),
     ("schemes",),
     ("qtensor",),
     ("recipe", "device", "precision", "memory", "stopwatch"),
@@ -22,9 +22,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("calibration", "runtime"),
     ("methods", "evaluation", "serving"),
-    ("plan", "convert"),
+    ("plan", "convert", "report"),
     ("estimate", "fingerprint"),
     ("resume",),
+    ("capacity",),
     ("pipeline",),
     ("console",),
     ("cli",),
@@ -32,7 +33,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Parts of quantforge, lowest first. A part may import itself and what lies on lower floors."""
 
-QUANTIZER = {"calibration", "methods", "plan", "estimate", "fingerprint", "resume", "pipeline"}
+QUANTIZER = {
+    "calibration",
+    "methods",
+    "plan",
+    "estimate",
+    "fingerprint",
+    "resume",
+    "capacity",
+    "pipeline",
+}
 RUNTIME = {"runtime", "evaluation", "serving"}
 
 MAY_IMPORT_KERNELS = {"qtensor", "models", "methods", "fingerprint", "runtime", "cli"}

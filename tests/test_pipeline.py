@@ -64,6 +64,16 @@ def hashes(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
+def untimed_manifest(folder: Path) -> dict[str, Any]:
+    """quantforge.json but for the time of its making and what the run took."""
+    manifest: dict[str, Any] = json.loads((folder / "quantforge.json").read_text())
+    assert manifest.pop("created")
+    assert manifest.pop("run")["seconds"]["total"] > 0
+    for layer in manifest["layers"]:
+        assert layer.pop("seconds") >= 0
+    return manifest
+
+
 def engine_logits(folder: Path, prompt: list[int] = PROMPT) -> Tensor:
     engine = Engine.from_folder(folder, EngineConfig(device="cpu", dtype="float32"))
     parts: list[Tensor] = []
@@ -155,6 +165,26 @@ def test_ignored_linears_stay_as_they_are(
     assert relative_error(engine_logits(output), reference_logits(reference_model(output))) <= 1e-3
 
 
+def test_a_buffer_that_the_model_does_not_use_is_copied(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, output = tiny_model(), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(8) for i in range(2)}
+    save_file(tensors | buffers, source / "model.safetensors", {"format": "pt"})
+    quantize_folder(source, output, method="rtn")
+    written = load_file(output / "model.safetensors")
+    assert all(torch.equal(written[name], buffer) for name, buffer in buffers.items())
+
+
+def test_lm_head_says_why_it_did_not_get_the_method(tiny_model: TinyModel, tmp_path: Path) -> None:
+    found = quantize_folder(tiny_model(), tmp_path / "awq", ignore=()).layers[-1]
+    assert (found.name, found.method) == ("lm_head", "rtn")
+    assert found.notes == {"fallback": "rtn: no method sees the inputs of lm_head"}
+    found = quantize_folder(tiny_model(), tmp_path / "rtn", method="rtn", ignore=()).layers[-1]
+    assert found.notes == {}
+
+
 def test_a_sharded_source_gives_the_same_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
     whole, sharded = tiny_model(), tiny_model(max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
@@ -191,8 +221,7 @@ def test_the_same_input_gives_the_same_bytes(tiny_model: TinyModel, tmp_path: Pa
     assert first.pop("quantforge.json")
     assert second.pop("quantforge.json")
     assert first == second
-    one, two = (json.loads((tmp_path / n / "quantforge.json").read_text()) for n in "ab")
-    assert one | {"created": ""} == two | {"created": ""}
+    assert untimed_manifest(tmp_path / "a") == untimed_manifest(tmp_path / "b")
     quantize_folder(source, tmp_path / "c", calibration(seed=6))
     assert hashes(tmp_path / "c")["model.safetensors"] != first["model.safetensors"]
 

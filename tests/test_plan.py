@@ -163,6 +163,27 @@ def test_a_weight_of_a_wrong_shape_is_refused_by_name(tiny_model: TinyModel) -> 
         plan(folder)
 
 
+def test_a_layer_that_the_architecture_does_not_have_is_refused(tiny_model: TinyModel) -> None:
+    folder = tiny_model()
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    tensors[name] = torch.zeros(8, 64)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=rf"{name} \[8, 64\] belongs to no layer"):
+        plan(folder)
+
+
+def test_buffers_of_old_checkpoints_are_planned_as_they_are(tiny_model: TinyModel) -> None:
+    """Llama 2 has one such tensor in every block, which nothing reads."""
+    folder = tiny_model()
+    before = plan(folder).planned_bytes
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    save_file(tensors | {name: torch.ones(8)}, folder / "model.safetensors", {"format": "pt"})
+    assert plan(folder).extra == (name,)
+    assert plan(folder).planned_bytes == before + 8 * 4
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_planned_bytes_count_codes_scales_and_what_stays(tied: bool, tiny_model: TinyModel) -> None:
     """float32, 4 bits in groups of 64: by hand, [N, K] takes N (K/2 + 4 K/64 + K/128) + 16 bytes

@@ -63,12 +63,14 @@ def quantize(
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """sha256 of every file, and quantforge.json but for the time of its making."""
+    """sha256 of every file, and quantforge.json but for the time of its making and what it took."""
     found: dict[str, Any] = {
         p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())
     }
     manifest = json.loads((folder / "quantforge.json").read_text())
     assert manifest.pop("created")
+    assert manifest.pop("run")
+    assert all(layer.pop("seconds") is not None for layer in manifest["layers"])
     return found | {"quantforge.json": manifest}
 
 

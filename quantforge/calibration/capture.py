@@ -131,6 +131,7 @@ class Capture:
     def __init__(self, groups: Sequence[InputGroup], *, diagonal: bool = False) -> None:
         self._sums = {g.name: _Accumulator(diagonal) for g in groups}
         self._groups = groups
+        self._peaks: dict[str, list[Tensor]] = {g.name: [] for g in groups}
 
     @contextmanager
     def watching(self, block: DecoderBlock) -> Iterator[None]:
@@ -140,7 +141,9 @@ class Capture:
             module = block.get_submodule(group.members[0])
 
             def hook(_: nn.Module, inputs: tuple[Tensor], name: str = group.name) -> None:
-                self._sums[name].add(inputs[0])
+                if inputs[0].numel():  # an expert may be called without a token
+                    self._sums[name].add(inputs[0])
+                    self._peaks[name].append(_peaks(inputs[0]))
 
             handles.append(module.register_forward_pre_hook(hook))
         try:
@@ -149,14 +152,42 @@ class Capture:
             for handle in handles:
                 handle.remove()
 
-    def results(self, layer: int) -> dict[str, InputStatistics]:
-        """Statistics by group name. Raises `CalibrationError` naming a group that is not finite."""
-        found = {name: sums.result() for name, sums in self._sums.items()}
+    def results(self, layer: int, sample_length: int | None = None) -> dict[str, InputStatistics]:
+        """Statistics by group name, of the groups that saw a token.
+
+        Raises `CalibrationError` naming the first group that is not finite, and where it goes
+        wrong: the sample too if all samples are `sample_length` tokens long.
+        """
+        found = {name: sums.result() for name, sums in self._sums.items() if sums.num_tokens}
         for name, statistics in found.items():
             if not bool(torch.isfinite(statistics.second_moment).all()):
-                raise CalibrationError(
-                    f"NaN or infinite activations at the input of group {name!r} of layer {layer}; "
-                    "the model overflows in this dtype (try --dtype float32 or bfloat16) or its "
-                    "weights are damaged"
-                )
+                where = f"the input of group {name!r} of layer {layer}"
+                raise CalibrationError(_describe(self._peaks[name], where, sample_length))
         return found
+
+
+def _peaks(x_MK: Tensor) -> Tensor:
+    """The largest magnitude of each token [M]; NaN where one is."""
+    flat = x_MK.detach().reshape(-1, x_MK.shape[-1])
+    peak_M: Tensor = torch.linalg.vector_norm(flat, torch.inf, dim=-1)
+    return peak_M
+
+
+def _describe(peaks: Sequence[Tensor], where: str, sample_length: int | None) -> str:
+    """What is wrong with the second moment of `where`, and with which token it begins."""
+    peak_M = torch.cat([p.float().cpu() for p in peaks])
+    bad = (~peak_M.isfinite()).nonzero()
+    token = int(bad[0]) if len(bad) else int(peak_M.argmax())
+    place = f"token {token}"
+    if sample_length is not None:
+        sample, position = divmod(token, sample_length)
+        place = f"sample {sample} (token {position} of its {sample_length})"
+    if len(bad):
+        return (
+            f"NaN or infinite activations at {where}, first in {place}; the model overflows in "
+            "this dtype (try --dtype float32 or bfloat16) or its weights are damaged"
+        )
+    return (
+        f"activations as large as {float(peak_M[token]):.1e} at {where}, in {place}; their squares "
+        "overflow float32, so the weights before it are damaged"
+    )

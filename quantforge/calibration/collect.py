@@ -63,6 +63,7 @@ def collect_statistics(
         capture = Capture(architecture.input_groups, diagonal=diagonal)
         with capture.watching(block):
             activations.advance(block)
-        layers[layer] = {n: s.to(CPU) for n, s in capture.results(layer).items()}
+        found = capture.results(layer, activations.length)
+        layers[layer] = {n: s.to(CPU) for n, s in found.items()}
     progress("calibrating blocks", config.num_layers, config.num_layers)
     return layers

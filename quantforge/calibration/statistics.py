@@ -114,13 +114,13 @@ class StatisticsFile:
         return self
 
     def block(self, layer: int, device: torch.device) -> dict[str, InputStatistics]:
-        """Statistics of `layer` by group name, on `device`."""
+        """Statistics of `layer` by group name, on `device`; groups without a token are left out."""
         start = f"layers.{layer}."
         groups = [p.removeprefix(start) for p in self._counts if p.startswith(start)]
         if not groups:
             raise CalibrationError(f"{self.path} holds no statistics of layer {layer}")
         found = {}
-        for group in groups:
+        for group in (g for g in groups if self._counts[f"{start}{g}"]):
             fields = {f: self._tensor(f"{start}{group}.{f}") for f in FIELDS}
             statistics = InputStatistics(num_tokens=self._counts[f"{start}{group}"], **fields)
             found[group] = statistics.to(device)

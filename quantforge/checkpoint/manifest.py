@@ -39,7 +39,8 @@ class Manifest:
     - `versions` of quantforge, torch, safetensors and python;
     - `source` name and hashes of the model that was quantized, `recipe` as it was resolved;
     - `calibration` id, sha256, num_samples and sequence_length, None without calibration;
-    - `layers` name, scheme and errors of each quantized layer;
+    - `layers` name, scheme, method, errors and more of each quantized layer (`LayerReport`);
+    - `run` what the run took: device, dtype, seconds, peak memory, and the linears it left alone;
     - `evaluations` in the order they were made;
     - `files` name -> sha256 of everything else in the folder;
     - `created` in UTC, ISO 8601.
@@ -53,6 +54,7 @@ class Manifest:
     seed: int
     calibration: Mapping[str, Any] | None = None
     layers: tuple[Mapping[str, Any], ...] = ()
+    run: Mapping[str, Any] | None = None
     evaluations: tuple[Mapping[str, Any], ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     created: str = field(default_factory=_now)
@@ -68,6 +70,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "calibration": (dict, type(None)),
     "layers": (list,),
+    "run": (dict, type(None)),
     "evaluations": (list,),
     "files": (dict,),
     "created": (str,),
@@ -96,6 +99,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(
             f"{path}: format_version is {version!r}; this version reads {FORMAT_VERSION}"
         )
+    document.setdefault("run", None)  # folders of older versions have none
     for key, kinds in _KINDS.items():
         if key not in document:
             raise CheckpointError(f"{path}: key {key!r} is missing")

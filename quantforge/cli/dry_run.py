@@ -98,11 +98,10 @@ def refuse_lacking(
 
     num_tokens = calibration_tokens(plan, calibration)
     estimate = estimate_plan(reader, plan, num_tokens=num_tokens, device=device, dtype=dtype)
-    if not ignore_memory and (
-        lacking := lacking_memory(estimate, plan, device, dtype, free_memory(device))
-    ):
+    free = free_memory(device)
+    if not ignore_memory and (lacking := lacking_memory(estimate, plan, device, dtype, free)):
         raise UnsupportedError(f"{lacking}; --ignore-memory-check tries all the same")
-    if lacking := lacking_disk(estimate, output, keeps_progress=keeps_progress):
+    if lacking := lacking_disk(estimate, output, free, keeps_progress=keeps_progress):
         raise CheckpointError(lacking)
 
 

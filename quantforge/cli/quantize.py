@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from quantforge.console import Console
-    from quantforge.pipeline import Evidence, QuantizeReport
+    from quantforge.pipeline import Evidence
     from quantforge.plan import QuantizePlan
     from quantforge.recipe import Recipe
-
-WORST_LAYERS = 5
 
 
 def register(app: typer.Typer) -> None:
@@ -91,21 +89,39 @@ def register(app: typer.Typer) -> None:
                 "(default: by their size); 0 keeps no progress at all.",
             ),
         ] = None,
+        dequantize: Annotated[
+            bool,
+            typer.Option(
+                "--dequantize", help="Take a MODEL that is quantized already, dequantized."
+            ),
+        ] = False,
+        ignore_memory_check: Annotated[
+            bool,
+            typer.Option(
+                "--ignore-memory-check", help="Start even where memory is expected not to do."
+            ),
+        ] = False,
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Show the plan and its cost; write nothing.")
         ] = False,
+        report: Annotated[
+            Path | None,
+            typer.Option("--report", help="Also write a page on every layer: a .html file."),
+        ] = None,
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
         """Quantize a model into a compressed-tensors folder, verified before it appears."""
-        from quantforge.checkpoint.reader import CheckpointReader
-        from quantforge.cli.dry_run import show_plan
+        from quantforge.cli.dry_run import refuse_lacking, show_plan
+        from quantforge.cli.run_summary import show_run
         from quantforge.console import Console
         from quantforge.device import resolve_device, resolve_dtype
         from quantforge.errors import UsageError
+        from quantforge.models.dequantized import open_source
         from quantforge.models.source import resolve_model
         from quantforge.pipeline import quantize_model
         from quantforge.plan import plan_quantization
+        from quantforge.report import check_report_path
 
         console = Console(json_output=json_output, quiet=quiet)
         _refuse_text_options(
@@ -138,19 +154,25 @@ def register(app: typer.Typer) -> None:
             _refuse_output(output, overwrite)
         elif not dry_run:
             raise UsageError("give the folder to write with --output, or only plan with --dry-run")
+        if report is not None:
+            check_report_path(report)
         where = resolve_device(device)
         with console.progress() as progress:
             source = resolve_model(model, progress=progress)
-            reader = CheckpointReader(source)
+            reader = open_source(source, dequantize=dequantize)
             plan = plan_quantization(reader, chosen.quantize)
             compute_dtype = resolve_dtype(dtype, where, plan.config.dtype)
             if dry_run or output is None:
                 show_plan(console, model, reader, plan, chosen.calibration, where, compute_dtype)
                 return
             console.say(_announce(model, plan))
+            refuse_lacking(
+                reader, plan, chosen.calibration, output, where, compute_dtype,
+                keeps_progress=resume_every != 0, ignore_memory=ignore_memory_check,
+            )  # fmt: skip
             evidence = _evidence(source, plan, chosen, device, dtype, console, progress)
             with _progress_kept(console, output, resume=resume):
-                report = quantize_model(
+                done = quantize_model(
                     source,
                     output,
                     chosen,
@@ -161,9 +183,10 @@ def register(app: typer.Typer) -> None:
                     overwrite=overwrite,
                     resume=resume,
                     resume_every=resume_every,
+                    dequantize=dequantize,
                     progress=progress,
                 )
-        _show(console, plan, report)
+        show_run(console, plan, done, report)
 
 
 def _recipe(name: str | None, quantize: dict[str, Any], calibration: dict[str, Any]) -> "Recipe":
@@ -230,6 +253,8 @@ def _blocks(count: int) -> str:
 
 def _announce(model: str, plan: "QuantizePlan") -> str:
     kept = f", {len(plan.ignore)} left as they are" if plan.ignore else ""
+    if plan.extra:
+        kept += f" ({len(plan.extra)} tensors that the model does not use copied: {plan.extra[0]})"
     return (
         f"{model}: {plan.method.name} to {plan.scheme}, {len(plan.layers)} linears{kept}, "
         f"{plan.planned_bytes / 1e6:,.1f} MB to write"
@@ -256,47 +281,4 @@ def _evidence(
         return StatisticsFile(Path(section.dataset)).require_model(source)
     return calibration_set(
         source, section, device=device, dtype=dtype, console=console, progress=progress
-    )
-
-
-def _show(console: "Console", plan: "QuantizePlan", report: "QuantizeReport") -> None:
-    from dataclasses import asdict
-
-    from quantforge.checkpoint.verify import describe_checkpoint
-
-    described = describe_checkpoint(report.output)
-    worst = sorted(report.layers, key=lambda r: -(r.output_error or r.weight_error))[:WORST_LAYERS]
-    console.table(
-        "largest relative errors (squared)",
-        ("layer", "scheme", "weight", "output"),
-        [
-            (
-                r.name,
-                r.scheme,
-                f"{r.weight_error:.2e}",
-                "-" if r.output_error is None else f"{r.output_error:.2e}",
-            )
-            for r in worst
-        ],
-    )
-    document = {
-        "output": str(report.output),
-        "method": plan.method.name,
-        "scheme": str(plan.scheme),
-        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
-        "written_bytes": report.written_bytes,
-        "peak_device_bytes": report.peak_device_bytes,
-        "peak_host_bytes": report.peak_host_bytes,
-        "peak_host_anonymous_bytes": report.peak_host_anonymous_bytes,
-        "checkpoint": described,
-        "layers": [asdict(layer) for layer in report.layers],
-    }
-    memory = f"{(report.peak_host_anonymous_bytes or report.peak_host_bytes) / 1e9:.2f} GB host"
-    if report.peak_device_bytes:
-        memory += f", {report.peak_device_bytes / 1e9:.2f} GB device"
-    console.result(
-        document,
-        f"{report.output}: {report.written_bytes / 1e6:,.1f} MB, verified; "
-        f"{report.seconds['total']:.1f} s ({report.seconds['calibrate']:.1f} forward passes, "
-        f"{report.seconds['quantize']:.1f} {plan.method.name}); peak memory {memory}",
     )

@@ -51,7 +51,14 @@ class BlockTask:
 class LayerReport:
     """What happened to one linear. Errors are relative: squared error over squared norm.
 
-    `output_error` is measured on the calibration text, None where there was none.
+    `output_error` is measured on the calibration text, None where there was none. `method` is the
+    one that was used; where it is not the one asked for, ``notes["fallback"]`` says why. The rest
+    is filled in behind the method (`methods/_run.py`, `pipeline`), None where unknown:
+
+    - `input_group`, `num_tokens`: the input that it reads, and what calibration saw of it;
+    - `outlier_ratio`, `outlier_channel`: the largest magnitude in that input's strongest channel,
+      over the median of the channels' largest magnitudes;
+    - `bits_per_weight` as stored; `seconds` of the method.
     """
 
     name: str
@@ -60,6 +67,12 @@ class LayerReport:
     weight_error: float
     output_error: float | None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    input_group: str | None = None
+    num_tokens: int | None = None
+    outlier_ratio: float | None = None
+    outlier_channel: int | None = None
+    bits_per_weight: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

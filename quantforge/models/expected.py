@@ -27,6 +27,40 @@ def block_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
     }
 
 
+def block_tensors(config: ModelConfig) -> frozenset[str]:
+    """Names within a block of every tensor that a dense block of `config` has."""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.qk_norm:
+        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    linears = block_linears(config)
+    biases = {f"{name}.bias" for name, (*_, has_bias) in linears.items() if has_bias}
+    return frozenset({f"{name}.weight" for name in (*norms, *linears)} | biases)
+
+
+def extra_tensors(
+    reader: CheckpointReader, config: ModelConfig, arch: Architecture
+) -> tuple[str, ...]:
+    """Tensors that lie under a block of `config` and are none of its own.
+
+    Raises `UnsupportedError` for one that has the shape of a linear's weight: a layer that this
+    architecture does not have would be left out of the model.
+    """
+    known = block_tensors(config)
+    prefixes = tuple(arch.block_prefix.format(layer=i) for i in range(config.num_layers))
+    found = []
+    for name in reader.names():
+        prefix = next((p for p in prefixes if name.startswith(p)), None)
+        if prefix is None or name.removeprefix(prefix) in known:
+            continue
+        if len(reader.spec(name).shape) >= 2:
+            raise UnsupportedError(
+                f"{reader.folder}: tensor {name} {list(reader.spec(name).shape)} belongs to no "
+                f"layer that {arch.hf_class} has; it would be lost, so this model is not supported"
+            )
+        found.append(name)
+    return tuple(found)
+
+
 def check_checkpoint(
     reader: CheckpointReader, config: ModelConfig, arch: Architecture, part: Partition
 ) -> None:

@@ -1,5 +1,6 @@
 """Statistics and hidden states of calibration against hooks on transformers' model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,65 @@ def test_activations_that_overflow_name_their_layer_and_group(tiny_model: TinyMo
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CalibrationError, match="group 'qkv' of layer 1"):
         collect(folder, calibration())
+
+
+@pytest.mark.parametrize("batch_tokens", [24, 48, 4096])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_activations_that_are_not_finite_name_the_first_sample_and_token(
+    value: float, batch_tokens: int, tiny_model: TinyModel
+) -> None:
+    folder, data = tiny_model(), calibration()
+    reader = CheckpointReader(folder)
+    arch, config = architecture_of(reader.config), load_config(reader.config)
+    embedding = load_embedding(reader, arch, CPU, torch.float32)
+    activations = Activations(
+        data.token_ids, embedding, config, device=CPU, dtype=torch.float32,
+        batch_tokens=batch_tokens,
+    )  # fmt: skip
+    activations.hidden[3 * 24 + 17, 5] = value
+    activations.hidden[4 * 24 + 1, 6] = value
+    block = load_block(reader, config, arch, 1, device=CPU, dtype=torch.float32)
+    capture = Capture(arch.input_groups)
+    activations.observe(block, capture)
+    reason = r"'qkv' of layer 1, first in sample 3 \(token 17 of its 24\)"
+    with pytest.raises(CalibrationError, match=reason):
+        capture.results(1, activations.length)
+    with pytest.raises(CalibrationError, match=r"first in token 89;"):
+        capture.results(1)
+
+
+def test_squares_that_overflow_name_the_sample_of_the_largest_value(tiny_model: TinyModel) -> None:
+    reader = CheckpointReader(tiny_model())
+    arch, config = architecture_of(reader.config), load_config(reader.config)
+    block = load_block(reader, config, arch, 0, device=CPU, dtype=torch.float32)
+    capture = Capture(arch.input_groups[:1])
+    x = torch.ones(40, 64)
+    x[33, 2], x[35, 0] = 3e20, 1e20
+    with capture.watching(block):
+        block.self_attn.q_proj(x)
+    reason = r"as large as 3\.0e\+20 at the input of group 'qkv' of layer 0, in sample 3 .*squares"
+    with pytest.raises(CalibrationError, match=reason):
+        capture.results(0, 10)
+
+
+def test_groups_without_a_token_have_no_statistics(tiny_model: TinyModel, tmp_path: Path) -> None:
+    reader = CheckpointReader(tiny_model())
+    arch, config = architecture_of(reader.config), load_config(reader.config)
+    block = load_block(reader, config, arch, 0, device=CPU, dtype=torch.float32)
+    capture = Capture(arch.input_groups)
+    assert capture.results(0) == {}
+    with capture.watching(block):
+        block.self_attn.q_proj(torch.ones(3, 64))
+        block.mlp.down_proj(torch.ones(0, 128))
+    assert capture.results(0).keys() == {"qkv"}
+    path = tmp_path / "s.safetensors"
+    write(reader.folder, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    counts = json.loads(metadata["num_tokens"]) | {"layers.1.down": 0}
+    save_file(load_file(path), path, metadata | {"num_tokens": json.dumps(counts)})
+    assert StatisticsFile(path).block(1, CPU).keys() == {"qkv", "o", "gate_up"}
+    assert StatisticsFile(path).block(0, CPU).keys() == {"qkv", "o", "gate_up", "down"}
 
 
 def write(folder: Path, path: Path, **more: Any) -> Any:

@@ -78,6 +78,21 @@ def test_json_is_one_document_on_stdout(
     assert document["written_bytes"] == held
 
 
+def test_the_end_tells_totals_memory_and_what_was_left_alone(
+    tiny_model: TinyModel, text: Path, output: Path, command: Command
+) -> None:
+    source = tiny_model(tie_word_embeddings=True)
+    arguments = ("quantize", source, "--calibration", text, "--ignore", "down_proj", *SMALL)
+    found = command(*arguments, "-o", output)
+    assert "by method and scheme" in found.err
+    assert "1 of 13 layers did not get awq: lm_head (rtn: no method sees the inputs" in found.err
+    assert "GB host" in found.out
+    document = json.loads(command(*arguments, "-o", output.with_name("b"), "--json").out)
+    assert document["ignored"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert document["peak_host_bytes"] > 0
+    assert all(layer["seconds"] >= 0 for layer in document["layers"])
+
+
 def test_quiet_says_nothing_but_warnings(
     tiny_model: TinyModel, output: Path, command: Command
 ) -> None:
