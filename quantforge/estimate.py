@@ -148,7 +148,7 @@ def _block_bytes(
     block = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
     sizes = [rows * columns for rows, columns in block.values()]
     total = sum(sizes) * (dtype.itemsize + 4 + 1) + max(sizes) * 4 * WORK_COPIES
-    if plan.method.needs_statistics:
+    if plan.needs_text:
         inputs = [block[group.members[0]][1] for group in plan.architecture.input_groups]
         total += sum(4 * width * width for width in inputs)
     widest = sum(rows + columns for rows, columns in block.values())

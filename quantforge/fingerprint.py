@@ -34,6 +34,7 @@ def make_fingerprint(
             "format": plan.format.name,
             "layers": {name: str(scheme) for name, scheme in plan.layers.items()},
             "ignore": list(plan.ignore),
+            "activation_observer": None if plan.observer is None else str(plan.observer),
         },
         "dtype": str(dtype),
         "device": device.type,

@@ -25,6 +25,7 @@ from quantforge.background import Background
 from quantforge.calibration.activations import Activations
 from quantforge.calibration.capture import Capture, InputStatistics
 from quantforge.calibration.data import CalibrationSet
+from quantforge.calibration.ranges import RangeCapture, static_scale
 from quantforge.calibration.statistics import StatisticsFile
 from quantforge.checkpoint.base import SchemeGroup
 from quantforge.checkpoint.manifest import Manifest, provenance_versions
@@ -97,6 +98,11 @@ class Quantizer:
             raise CalibrationError(
                 f"method {plan.method.name} needs calibration data; give a data set, or use "
                 "a method without (rtn)"
+            )
+        if plan.observer is not None and not isinstance(evidence, CalibrationSet):
+            raise CalibrationError(
+                f"scheme {plan.scheme} has static scales of inputs, which are measured on "
+                "calibration text; give text (--calibration bundled), no statistics file"
             )
         self.reader = reader
         self.plan = plan
@@ -199,6 +205,8 @@ class Quantizer:
         del statistics
         with self.watch.measure("quantize"):
             result = run_method(plan.method, task, plan.options)
+        if plan.observer is not None:
+            result = self._with_input_scales(layer, block, task, result)
         with self.watch.measure("encode"):
             qtensors = self._on_host(layer, result)
             dense = _dense(task, result)
@@ -238,6 +246,25 @@ class Quantizer:
             for name, qtensor in qtensors.items()
             for suffix, tensor in self.plan.format.encode(qtensor).items()
         }
+
+    def _with_input_scales(
+        self, layer: int, block: DecoderBlock, task: BlockTask, result: BlockResult
+    ) -> BlockResult:
+        """`result` with the static scales of its inputs, seen in the block as it was quantized."""
+        assert self.activations is not None, "text was asked for"
+        assert self.plan.observer is not None
+        _load_results(block, result.qtensors, _dense(task, result), self.device, self.dtype)
+        capture = RangeCapture(task.groups, self.plan.observer)
+        with self.watch.measure("observe"):
+            self.activations.observe(block, capture)
+        schemes, qtensors = self.plan.block_linears(layer), dict(result.qtensors)
+        for group, seen in capture.results(layer).items():
+            for name in (n for n in group.members if n in qtensors):
+                activation = schemes[name].activation
+                if activation is not None and not activation.dynamic:
+                    scale = static_scale(seen, activation, self.plan.observer, task.scale_dtype)
+                    qtensors[name] = replace(qtensors[name], input_scale=scale)
+        return replace(result, qtensors=qtensors)
 
     def _decoded(self, layer: int, finished: FinishedBlock) -> dict[str, QuantizedTensor]:
         """The quantized linears of a block that an earlier run finished."""
@@ -406,6 +433,12 @@ def _load_results(
 
 
 def _refuse_bad_scales(name: str, qtensor: QuantizedTensor) -> None:
+    inputs = qtensor.input_scale
+    if inputs is not None and (not bool(inputs.isfinite()) or float(inputs) == 0):
+        raise CalibrationError(
+            f"the input scale of {name} is {float(inputs)} in {inputs.dtype}: its inputs are too "
+            "large or too small for this dtype; use a scheme with dynamic scales"
+        )
     scale = qtensor.scale
     if not bool(torch.isfinite(scale).all()) or bool((scale == 0).any()):
         raise CheckpointError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from quantforge.calibration.ranges import DEFAULT_OBSERVER, Observer, parse_observer
 from quantforge.checkpoint.base import Format, format_for
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import RecipeError, UnsupportedError
@@ -25,7 +26,8 @@ AUTO_GROUP_SIZES = (128, 64, 32)
 class QuantizePlan:
     """Method, format, and the scheme of every linear that will be quantized, by full name.
 
-    `planned_bytes` is what the weight files will hold, without headers.
+    `planned_bytes` is what the weight files will hold, without headers; `observer` chooses the
+    static scales of inputs, None where the scheme has none.
     """
 
     method: Method
@@ -39,6 +41,12 @@ class QuantizePlan:
     planned_bytes: int
     extra: tuple[str, ...] = ()
     """Tensors of the blocks that the model does not use, such as old buffers: copied as they are"""
+    observer: Observer | None = None
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration data are needed: by the method, or for static scales of inputs."""
+        return self.method.needs_statistics or self.observer is not None
 
     def block_linears(self, layer: int) -> dict[str, QuantScheme]:
         """The targets of one block, by name within the block."""
@@ -79,6 +87,7 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
             f"{section.scheme} has; use method rtn"
         )
     refuse_misfits({name: shapes[name] for name in targets}, scheme)
+    observer = resolve_observer(section, scheme, architecture.lm_head in targets)
     layout = format_for(scheme)
     dense_bytes = sum(reader.spec(n).num_bytes for n in reader.names())
     saved = 0
@@ -98,6 +107,7 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
         ignore=tuple(ignored),
         planned_bytes=dense_bytes - saved,
         extra=extra,
+        observer=observer,
     )
 
 
@@ -164,6 +174,29 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
         raise RecipeError(
             f"group_size {size!r} is not auto, channel or a number such as 64"
         ) from error
+
+
+def resolve_observer(
+    section: QuantizeSection, scheme: QuantScheme, quantizes_lm_head: bool
+) -> Observer | None:
+    """What chooses the static scales of inputs; None for a scheme without them.
+
+    Raises `RecipeError` for an observer that has nothing to do, and for a head whose inputs no
+    block sees.
+    """
+    if not scheme.has_static_inputs:
+        if section.activation_observer is not None:
+            raise RecipeError(
+                f"activation_observer {section.activation_observer!r}: scheme {section.scheme} has "
+                "no static scale of inputs; use fp8_static or w8a8_int8_static, or leave it out"
+            )
+        return None
+    if quantizes_lm_head:
+        raise RecipeError(
+            f"scheme {section.scheme} cannot quantize lm_head, whose inputs are not calibrated; "
+            "leave lm_head in ignore, or use fp8_dynamic or w8a8_int8"
+        )
+    return parse_observer(section.activation_observer or DEFAULT_OBSERVER)
 
 
 def refuse_misfits(shapes: Mapping[str, tuple[int, int]], scheme: QuantScheme) -> None:

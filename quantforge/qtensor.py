@@ -34,7 +34,7 @@ class QuantizedTensor:
     - `zero_point` int8, the shape of `scale`, or None when symmetric;
     - `quant` the scheme of the weight.
 
-    Fields that only some schemes have: `global_scale` (FP4), `input_scale` (static activations),
+    Fields that only some schemes have: `global_scale` (FP4), `input_scale` [1] (static inputs),
     `permutation` int64 [K] (imported activation-ordered checkpoints: column j of `codes` multiplies
     input ``permutation[j]``), `codebook` (NF4).
     """

@@ -57,6 +57,9 @@ class QuantizeSection:
     symmetric: bool | None = None
     """Overrides the scheme's own choice when set."""
     ignore: tuple[str, ...] = ("lm_head",)
+    activation_observer: str | None = None
+    """``absmax``, ``percentile``, ``percentile:99.9`` or ``mse``: what chooses the static scale of
+    inputs; None takes the default. Only for schemes that have one."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -120,6 +120,11 @@ class QuantScheme:
     def __str__(self) -> str:
         return str(self.weight) if self.activation is None else f"{self.weight}+{self.activation}"
 
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether inputs are rounded under a scale that calibration measured."""
+        return self.activation is not None and not self.activation.dynamic
+
     def refuse_shape(self, shape: tuple[int, int]) -> str | None:
         """Why a linear of `shape` [out_features, in_features] cannot have this scheme, or None."""
         reason = self.weight.refuse_shape(shape)
@@ -149,6 +154,18 @@ PRESETS: dict[str, QuantScheme] = {
         activation=TensorQuant(
             num_bits=8, dtype="float", granularity="group", group_size=128, dynamic=True
         ),
+    ),
+    "fp8_static": QuantScheme(
+        weight=TensorQuant(num_bits=8, dtype="float", granularity="tensor"),
+        activation=TensorQuant(num_bits=8, dtype="float", granularity="tensor"),
+    ),
+    "w8a8_int8": QuantScheme(
+        weight=TensorQuant(num_bits=8, granularity="channel"),
+        activation=TensorQuant(num_bits=8, granularity="token", dynamic=True),
+    ),
+    "w8a8_int8_static": QuantScheme(
+        weight=TensorQuant(num_bits=8, granularity="channel"),
+        activation=TensorQuant(num_bits=8, granularity="tensor"),
     ),
 }
 """Schemes by name. ``w4a16`` has zero points: at four bits they cost 1 % of size and win quality

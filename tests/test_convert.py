@@ -268,4 +268,5 @@ def test_a_hostile_tensor_is_named_with_its_file(
 
 def test_every_format_that_can_be_written_is_offered() -> None:
     names = {layout.name for layout in known_formats()}
-    assert names == {"pack-quantized", "float-quantized", "awq", "gptq", "gptq_v2"}
+    expected = {"pack-quantized", "float-quantized", "int-quantized", "awq", "gptq", "gptq_v2"}
+    assert names == expected

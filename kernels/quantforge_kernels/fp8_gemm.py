@@ -1,13 +1,14 @@
 """E4M3 weights, inputs as they are or quantized to E4M3 as they come: ``y = q(x) @ w.T + bias``.
 
-``w = codes * scale`` in float32, and ``q(x)`` is each run of `activation_group` inputs of a token,
-rounded to E4M3 under its own scale ``max|x| / 448``; the last run may be shorter. Both products are
-in float32 and the result is rounded once to `x`'s dtype, as a kernel does that multiplies codes and
-applies the scales to float32 sums.
+``w = codes * scale`` in float32. ``q(x)`` is each run of `activation_group` inputs of a token,
+rounded to E4M3 under its own scale ``max|x| / 448`` (the last run may be shorter); or, with an
+`input_scale`, all of x under that one scale, what is beyond it clamped to ±448 times the scale.
+Both products are in float32 and the result is rounded once to `x`'s dtype, as a kernel does that
+multiplies codes and applies the scales to float32 sums.
 
 Problem keys: ``device`` ("cpu", "cuda"), ``dtype`` of x, ``shape`` (N, K), ``block_shape`` (None
 for one scale a channel or a tensor), ``activation_group`` (K for one scale a token, None where the
-inputs are not quantized).
+inputs are not quantized or have a static scale), ``static_input`` (whether they have).
 
 Legend: M tokens, N out features, K in features, G runs of inputs.
 """
@@ -32,8 +33,14 @@ def quantize_activations(x_MK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :columns].contiguous(), scale_MG
 
 
-def _round_activations(x_MK: Tensor, group: int | None) -> Tensor:
-    """`x_MK` in float32 after quantizing and dequantizing; unchanged without a `group`."""
+def _round_activations(x_MK: Tensor, group: int | None, input_scale: Tensor | None) -> Tensor:
+    """`x_MK` in float32 after quantizing and dequantizing; unchanged with neither group nor scale.
+
+    `input_scale` [1] goes before `group`.
+    """
+    if input_scale is not None:
+        step = input_scale.to(torch.float32)
+        return round_from_fp8(round_to_fp8(x_MK.to(torch.float32), step), step)
     if group is None:
         return x_MK.to(torch.float32)
     codes_MK, scale_MG = quantize_activations(x_MK, group)
@@ -54,11 +61,12 @@ def reference(
     scale: Tensor,
     block_shape: tuple[int, int] | None,
     activation_group: int | None,
+    input_scale: Tensor | None,
     bias_N: Tensor | None,
 ) -> Tensor:
     """``q(x) @ dequantize(...).T + bias`` in float32, rounded to `x`'s dtype."""
     weight = dequantize(codes_NK, scale, block_shape)
-    return _run_dequantized(x_MK, weight, activation_group, bias_N)
+    return _run_dequantized(x_MK, weight, activation_group, input_scale, bias_N)
 
 
 def _supports_dequantized(*, device: str, **problem: Any) -> str | None:
@@ -70,16 +78,22 @@ def _repack_dequantized(
     scale: Tensor,
     block_shape: tuple[int, int] | None,
     activation_group: int | None,
+    input_scale: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, int | None]:
-    return dequantize(codes_NK, scale, block_shape), activation_group
+) -> tuple[Tensor, int | None, Tensor | None]:
+    return dequantize(codes_NK, scale, block_shape), activation_group, input_scale
 
 
 def _run_dequantized(
-    x_MK: Tensor, weight_NK: Tensor, activation_group: int | None, bias_N: Tensor | None
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    activation_group: int | None,
+    input_scale: Tensor | None,
+    bias_N: Tensor | None,
 ) -> Tensor:
     bias = None if bias_N is None else bias_N.to(torch.float32)
-    product = F.linear(_round_activations(x_MK, activation_group), weight_NK, bias)
+    rounded = _round_activations(x_MK, activation_group, input_scale)
+    product = F.linear(rounded, weight_NK, bias)
     return product.to(x_MK.dtype)
 
 

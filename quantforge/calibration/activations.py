@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantforge.calibration.capture import Capture
+from quantforge.calibration.capture import Watcher
 from quantforge.calibration.hidden import Place, allocate, choose_place
 from quantforge.errors import CalibrationError
 from quantforge.models.attention import CausalAttention
@@ -79,9 +79,9 @@ class Activations:
         total: Tensor = out + residual
         return total
 
-    def observe(self, block: DecoderBlock, capture: Capture) -> None:
-        """Runs every sample through `block` for `capture`; the hidden states stay as they are."""
-        with capture.watching(block), tf32_products():
+    def observe(self, block: DecoderBlock, watcher: Watcher) -> None:
+        """Runs every sample through `block` for `watcher`; the hidden states stay as they are."""
+        with watcher.watching(block), tf32_products():
             for rows, positions, samples in self._batches():
                 self._run(block, rows, positions, samples)
 

@@ -8,9 +8,10 @@ which is what lets methods search without running activations again.
 Legend: K in features.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,33 @@ def mirror_upper(sum_KK: Tensor) -> None:
         sum_KK[stop:, start:stop] = sum_KK[start:stop, stop:].T
 
 
+class Watcher(Protocol):
+    """What looks at a block's inputs while samples run through it."""
+
+    def watching(self, block: DecoderBlock) -> AbstractContextManager[None]:
+        """Forward passes of `block` inside this context are seen."""
+
+
+@contextmanager
+def watch_inputs(
+    block: DecoderBlock, groups: Sequence[InputGroup], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Calls ``see(group, x_MK)`` for what each input group reads in forward passes of `block`."""
+    handles = []
+    for group in groups:
+        module = block.get_submodule(group.members[0])
+
+        def hook(_: nn.Module, inputs: tuple[Tensor], name: str = group.name) -> None:
+            see(name, inputs[0])
+
+        handles.append(module.register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Capture:
     """Accumulates the statistics of a block's input groups while `watching` it."""
 
@@ -133,24 +161,14 @@ class Capture:
         self._groups = groups
         self._peaks: dict[str, list[Tensor]] = {g.name: [] for g in groups}
 
-    @contextmanager
-    def watching(self, block: DecoderBlock) -> Iterator[None]:
+    def watching(self, block: DecoderBlock) -> AbstractContextManager[None]:
         """Forward passes of `block` inside this context are recorded."""
-        handles = []
-        for group in self._groups:
-            module = block.get_submodule(group.members[0])
+        return watch_inputs(block, self._groups, self._see)
 
-            def hook(_: nn.Module, inputs: tuple[Tensor], name: str = group.name) -> None:
-                if inputs[0].numel():  # an expert may be called without a token
-                    self._sums[name].add(inputs[0])
-                    self._peaks[name].append(_peaks(inputs[0]))
-
-            handles.append(module.register_forward_pre_hook(hook))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _see(self, name: str, x: Tensor) -> None:
+        if x.numel():  # an expert may be called without a token
+            self._sums[name].add(x)
+            self._peaks[name].append(_peaks(x))
 
     def results(self, layer: int, sample_length: int | None = None) -> dict[str, InputStatistics]:
         """Statistics by group name, of the groups that saw a token.

@@ -30,6 +30,22 @@ def take_scale(tensors: Mapping[str, Tensor], suffix: str) -> Tensor:
     return scale
 
 
+def take_input_scale(tensors: Mapping[str, Tensor], scheme: QuantScheme) -> Tensor | None:
+    """``input_scale`` [1], the static scale of a layer's inputs; None where `scheme` has none."""
+    if not scheme.has_static_inputs:
+        if "input_scale" in tensors:
+            raise CheckpointError(
+                f"input_scale is there, but scheme {scheme} has no static scale of its inputs"
+            )
+        return None
+    scale = take_scale(tensors, "input_scale")
+    if tuple(scale.shape) != (1,):
+        raise CheckpointError(f"input_scale is {list(scale.shape)}; scheme {scheme} needs [1]")
+    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
+        raise CheckpointError(f"input_scale is {float(scale)}; expected a finite number above 0")
+    return scale
+
+
 def check_spec(suffix: str, tensor: Tensor, spec: TensorSpec, scheme: QuantScheme) -> None:
     """Raises `CheckpointError` unless `tensor` has the shape and dtype of `spec`."""
     if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:

@@ -5,9 +5,10 @@ A layer ``L`` of shape [N, K] has the tensors::
     L.weight        float8_e4m3fn [N, K]
     L.weight_scale  in the model's dtype: [1] a tensor, [N, 1] a channel, [ceil(N/128), ceil(K/128)]
                     a block of 128 x 128; multiplies
+    L.input_scale   [1], only where inputs have one static scale
 
-Scales of activations are computed at run time and leave no tensor, only ``input_activations`` in
-the config: one a token, or one a token and 128 inputs.
+Other scales of activations are computed at run time and leave no tensor, only ``input_activations``
+in the config: one a token, or one a token and 128 inputs.
 
 Legend: N out features, K in features.
 """
@@ -24,7 +25,7 @@ from quantforge.checkpoint._compressed import (
     parse_layout,
     refuse_unfit,
 )
-from quantforge.checkpoint._stored import check_spec, take, take_scale
+from quantforge.checkpoint._stored import check_spec, take, take_input_scale, take_scale
 from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup, TensorSpec
 from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.qtensor import QuantizedTensor
@@ -35,19 +36,19 @@ NAN_CODE = 0x7F
 
 
 class FloatQuantized:
-    """The `Format` of this file: E4M3 weights, activations as they are or dynamic E4M3."""
+    """The `Format` of this file: E4M3 weights, activations as they are or E4M3."""
 
     name = "float-quantized"
     scale_suffix = "weight_scale"
-    suffixes = frozenset({"weight_scale"})
+    suffixes = frozenset({"weight_scale", "input_scale"})
 
     def matches(self, scheme: QuantScheme) -> bool:
         weight, activation = scheme.weight, scheme.activation
-        fits = activation is None or (
-            _is_fp8(activation) and activation.granularity in ("token", "group")
-        )
         holds = _is_fp8(weight) and weight.granularity in ("tensor", "channel", "block")
-        return holds and not weight.dynamic and fits and (activation is None or activation.dynamic)
+        if not holds or weight.dynamic or activation is None:
+            return holds and not weight.dynamic
+        fits = ("token", "group") if activation.dynamic else ("tensor",)
+        return _is_fp8(activation) and activation.granularity in fits
 
     def matches_config(self, quantization_config: Mapping[str, Any]) -> bool:
         return is_config_of(self.name, quantization_config)
@@ -58,10 +59,13 @@ class FloatQuantized:
     def tensors(
         self, shape: tuple[int, int], scheme: QuantScheme, scale_dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        return {
+        specs = {
             "weight": TensorSpec(shape=shape, dtype=torch.float8_e4m3fn),
             "weight_scale": TensorSpec(shape=_scale_shape(shape, scheme.weight), dtype=scale_dtype),
         }
+        if scheme.has_static_inputs:
+            specs["input_scale"] = TensorSpec(shape=(1,), dtype=scale_dtype)
+        return specs
 
     def layer_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         weight = take(tensors, "weight")
@@ -71,26 +75,34 @@ class FloatQuantized:
 
     def encode(self, qtensor: QuantizedTensor) -> dict[str, Tensor]:
         quant = qtensor.quant
-        if not self.matches(QuantScheme(weight=quant)) or qtensor.input_scale is not None:
+        if not self.matches(QuantScheme(weight=quant)):
             raise UnsupportedError(f"format {self.name} cannot hold weight scheme {quant}")
-        return {
+        tensors = {
             "weight": qtensor.codes.contiguous(),
             "weight_scale": qtensor.scale.reshape(_scale_shape(qtensor.shape, quant)),
         }
+        if qtensor.input_scale is not None:
+            tensors["input_scale"] = qtensor.input_scale.reshape(1)
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedTensor:
-        if "input_scale" in tensors:
-            raise UnsupportedError("input_scale: static scales of activations are not supported")
         shape = self.layer_shape(tensors)
         scale = take_scale(tensors, self.scale_suffix)
         for suffix, spec in self.tensors(shape, scheme, scale.dtype).items():
-            check_spec(suffix, take(tensors, suffix), spec, scheme)
+            if suffix != "input_scale":
+                check_spec(suffix, take(tensors, suffix), spec, scheme)
         codes = tensors["weight"]
         if bad := int(((codes.view(torch.uint8) & NAN_CODE) == NAN_CODE).sum()):
             raise CheckpointError(f"weight holds {bad} values that are NaN")
         if scheme.weight.granularity == "tensor":
             scale = scale.reshape(1, 1)
-        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, quant=scheme.weight)
+        return QuantizedTensor(
+            codes=codes,
+            scale=scale,
+            zero_point=None,
+            quant=scheme.weight,
+            input_scale=take_input_scale(tensors, scheme),
+        )
 
     def quantization_config(
         self, groups: Sequence[SchemeGroup], ignore: Sequence[str]

@@ -75,7 +75,7 @@ def calibration_tokens(plan: "QuantizePlan", calibration: "CalibrationSection") 
     """Tokens of text that will go through the model; 0 for statistics taken earlier, or none."""
     from quantforge.cli.evidence import STATISTICS_SUFFIX
 
-    if not plan.method.needs_statistics or calibration.dataset.endswith(STATISTICS_SUFFIX):
+    if not plan.needs_text or calibration.dataset.endswith(STATISTICS_SUFFIX):
         return 0
     return calibration.num_samples * calibration.sequence_length
 

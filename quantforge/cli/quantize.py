@@ -68,6 +68,14 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option("--ignore", help="Linears to leave alone; a name or glob; repeatable."),
         ] = None,
+        activation_observer: Annotated[
+            str | None,
+            typer.Option(
+                "--activation-observer",
+                help="What chooses static scales of inputs: absmax (default), percentile, "
+                "percentile:99.9, or mse.",
+            ),
+        ] = None,
         calibration: CalibrationOption = None,
         num_samples: NumSamplesOption = None,
         sequence_length: SequenceLengthOption = None,
@@ -141,6 +149,7 @@ def register(app: typer.Typer) -> None:
                 "group_size": group_size,
                 "symmetric": symmetric,
                 "ignore": None if ignore is None else tuple(ignore),
+                "activation_observer": activation_observer,
             },
             {
                 "dataset": calibration,
@@ -274,7 +283,7 @@ def _evidence(
     from quantforge.calibration.statistics import StatisticsFile
     from quantforge.cli.evidence import STATISTICS_SUFFIX, calibration_set
 
-    if not plan.method.needs_statistics:
+    if not plan.needs_text:
         return None
     section = recipe.calibration
     if section.dataset.endswith(STATISTICS_SUFFIX):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quantforge.methods._shared import shared_scales
 from quantforge.methods.base import BlockResult, BlockTask, LayerReport, Method, relative_errors
 from quantforge.qtensor import quantize
 
@@ -14,10 +15,11 @@ class RtnOptions:
 def quantize_block(task: BlockTask, options: RtnOptions) -> BlockResult:
     """Each linear rounded under its min-max scale."""
     group_of = {member: g.name for g in task.groups for member in g.members}
+    shared = shared_scales(task)
     qtensors, reports = {}, []
     for name, quant in task.quant.items():
         weight = task.weights[name]
-        qtensor = quantize(weight, quant, scale_dtype=task.scale_dtype)
+        qtensor = quantize(weight, quant, shared.get(name), scale_dtype=task.scale_dtype)
         seen = task.statistics.get(group_of[name])
         weight_error, output_error = relative_errors(
             weight, qtensor.dequantize(weight.dtype), None if seen is None else seen.second_moment

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from quantforge_kernels import fp8_gemm, w4a16
+from quantforge_kernels import fp8_gemm, int8_gemm, w4a16
 from quantforge_kernels.op import KernelUnavailableError, Op
 from torch import Tensor, nn
 
@@ -55,12 +55,17 @@ class QuantizedInner:
         activation: TensorQuant | None = None,
     ) -> None:
         scheme = QuantScheme(weight=qtensor.quant, activation=activation)
+        if scheme.has_static_inputs and qtensor.input_scale is None:
+            raise UnsupportedError(f"scheme {scheme} needs an input_scale; the weight has none")
         problem = kernel_problem(scheme, qtensor.shape, qtensor.codes.device, compute_dtype)
         op = serving_op(scheme)
         candidate = op.select(**problem)
         plain: tuple[Any, ...] = (qtensor.codes, qtensor.scale, qtensor.zero_point)
         if op is fp8_gemm.OP:
-            plain = (*plain[:2], problem["block_shape"], problem["activation_group"])
+            runs = (problem["block_shape"], problem["activation_group"])
+            plain = (*plain[:2], *runs, qtensor.input_scale)
+        elif op is int8_gemm.OP:
+            plain = (*plain[:2], qtensor.input_scale)
         self.kernel = candidate.name
         self.scheme = str(scheme)
         self.run = candidate.run
@@ -82,14 +87,28 @@ def serving_op(scheme: QuantScheme) -> Op:
         return w4a16.OP
     is_fp8 = weight.num_bits == 8 and weight.dtype == "float"
     whole = weight.granularity in ("tensor", "channel", "block")
-    if is_fp8 and whole and (activation is None or _is_dynamic_fp8(activation)):
+    if is_fp8 and whole and (activation is None or _is_fp8_input(activation)):
         return fp8_gemm.OP
+    is_int8 = weight.num_bits == 8 and weight.dtype == "int" and weight.symmetric
+    if is_int8 and weight.granularity == "channel" and _is_int8_input(activation):
+        return int8_gemm.OP
     raise UnsupportedError(f"no kernel multiplies weights and inputs of scheme {scheme}")
 
 
-def _is_dynamic_fp8(activation: TensorQuant) -> bool:
+def _is_fp8_input(activation: TensorQuant) -> bool:
+    """E4M3 inputs under scales a token or a run of it, or under one static scale."""
+    fits = TOKENWISE if activation.dynamic else ("tensor",)
     code = (activation.dtype, activation.num_bits)
-    return code == ("float", 8) and activation.dynamic and activation.granularity in TOKENWISE
+    return code == ("float", 8) and activation.granularity in fits
+
+
+def _is_int8_input(activation: TensorQuant | None) -> bool:
+    """Symmetric int8 inputs under one scale a token, or under one static scale."""
+    if activation is None or not activation.symmetric:
+        return False
+    code = (activation.dtype, activation.num_bits)
+    fits = "token" if activation.dynamic else "tensor"
+    return code == ("int", 8) and activation.granularity == fits
 
 
 def kernel_problem(
@@ -99,8 +118,15 @@ def kernel_problem(
     weight, activation = scheme.weight, scheme.activation
     problem: dict[str, Any] = {"device": device.type, "dtype": compute_dtype, "shape": shape}
     if weight.dtype == "float":
-        group = None if activation is None else activation.group_size or shape[1]
-        return problem | {"block_shape": weight.block_shape, "activation_group": group}
+        dynamic = activation is not None and activation.dynamic
+        group = (activation.group_size or shape[1]) if activation and dynamic else None
+        return problem | {
+            "block_shape": weight.block_shape,
+            "activation_group": group,
+            "static_input": scheme.has_static_inputs,
+        }
+    if activation is not None:
+        return problem | {"static_input": scheme.has_static_inputs}
     return problem | {
         "num_bits": weight.num_bits,
         "symmetric": weight.symmetric,

@@ -115,9 +115,10 @@ def columns(weight: Weight, part: int, parts: int) -> Weight:
 
 
 def joinable(weights: Sequence[Weight]) -> bool:
-    """Whether `join` of these is exact: all dense, or all of one channel, group or block scheme.
+    """Whether `join` of these is exact: all dense, or all of one scheme.
 
-    Blocks join only where every weight but the last ends with a whole block.
+    Blocks join only where every weight but the last ends with a whole block; static input scales
+    must be equal. Weights with one scale each always join: see `join`.
     """
     if all(isinstance(w, Tensor) for w in weights):
         return True
@@ -125,24 +126,39 @@ def joinable(weights: Sequence[Weight]) -> bool:
     if len(quants) != 1 or not all(_is_plain(w) for w in weights):
         return False
     quant = quants.pop()
-    if quant is None or quant.granularity not in ("channel", "group", "block"):
+    if quant is None or quant.granularity not in ("tensor", "channel", "group", "block"):
+        return False
+    if not _have_same_input_scale(weights):
         return False
     tall = 1 if quant.block_shape is None else quant.block_shape[0]
     return all(w.shape[0] % tall == 0 for w in weights[:-1])
 
 
 def join(weights: Sequence[Weight]) -> Weight:
-    """One weight whose output channels are those of `weights` in order; see `joinable`."""
+    """One weight whose output channels are those of `weights` in order; see `joinable`.
+
+    One scale a tensor stays one where all parts have the same, else each part's is repeated for
+    its channels: the same products, under channel granularity.
+    """
     dense = [w for w in weights if isinstance(w, Tensor)]
     if len(dense) == len(weights):
         return torch.cat(dense)
     parts = [w for w in weights if isinstance(w, QuantizedTensor)]
     zero_points = [p.zero_point for p in parts if p.zero_point is not None]
+    quant = parts[0].quant
+    if quant.granularity != "tensor":
+        scale = torch.cat([p.scale for p in parts])
+    elif all(torch.equal(p.scale, parts[0].scale) for p in parts):
+        scale = parts[0].scale
+    else:
+        scale = torch.cat([p.scale.expand(p.shape[0], 1) for p in parts])
+        quant = replace(quant, granularity="channel")
     return QuantizedTensor(
         codes=torch.cat([p.codes for p in parts]),
-        scale=torch.cat([p.scale for p in parts]),
+        scale=scale,
         zero_point=torch.cat(zero_points) if zero_points else None,
-        quant=parts[0].quant,
+        quant=quant,
+        input_scale=parts[0].input_scale,
     )
 
 
@@ -155,12 +171,22 @@ def join_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor
     return torch.cat([present[0].new_zeros(n) if b is None else b for b, n in parts])
 
 
+def _have_same_input_scale(weights: Sequence[Weight]) -> bool:
+    scales = [w.input_scale for w in weights if isinstance(w, QuantizedTensor)]
+    given = [scale for scale in scales if scale is not None]
+    if not given:
+        return True
+    return len(given) == len(weights) and all(torch.equal(s, given[0]) for s in given)
+
+
 def _is_plain(weight: Weight) -> bool:
-    """Whether a weight is a quantized one with codes, scales and zero points only."""
+    """Whether a weight is a quantized one with codes, scales, zero points and no more.
+
+    A static scale of the inputs, which all channels share, may be there.
+    """
     return (
         isinstance(weight, QuantizedTensor)
         and weight.global_scale is None
-        and weight.input_scale is None
         and weight.permutation is None
         and weight.codebook is None
     )

@@ -211,7 +211,7 @@ def test_a_scheme_without_format_is_refused_with_the_known_ones() -> None:
         {"quant_method": "hqq", "bits": 4},
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
-        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        {"quant_method": "compressed-tensors", "format": "marlin-24"},
         {},
     ],
 )

@@ -1,17 +1,25 @@
 """The float-quantized format against the compressed-tensors package, both ways."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import compress_module
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    initialize_module_for_quantization,
+)
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from quantforge.checkpoint.base import SchemeGroup, format_for, format_of_config
 from quantforge.checkpoint.float_quantized import FORMAT
 from quantforge.errors import CheckpointError, UnsupportedError
+from quantforge.models.linear import Linear
 from quantforge.qtensor import QuantizedTensor, quantize
 from quantforge.schemes import PRESETS, QuantScheme, TensorQuant
 
@@ -20,7 +28,8 @@ CHANNEL, BLOCK = PRESETS["fp8_dynamic"], PRESETS["fp8_block"]
 SMALL_BLOCK = QuantScheme(
     weight=TensorQuant(num_bits=8, dtype="float", granularity="block", block_shape=(16, 32))
 )
-CASES = [pytest.param(s, id=str(s)) for s in (TENSOR, CHANNEL, BLOCK, SMALL_BLOCK)]
+STATIC = PRESETS["fp8_static"]
+CASES = [pytest.param(s, id=str(s)) for s in (TENSOR, CHANNEL, BLOCK, SMALL_BLOCK, STATIC)]
 SHAPES = ((48, 64), (33, 100), (1, 32), (130, 257))
 
 
@@ -50,7 +59,10 @@ def make(
 ) -> tuple[torch.Tensor, QuantizedTensor]:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(7)) / 3
     weight[0] = 0
-    return weight, quantize(weight, scheme.weight, scale_dtype=dtype)
+    qtensor = quantize(weight, scheme.weight, scale_dtype=dtype)
+    if scheme.has_static_inputs:
+        qtensor = replace(qtensor, input_scale=torch.tensor([0.0371], dtype=dtype))
+    return weight, qtensor
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -68,7 +80,7 @@ def test_encoded_tensors_equal_the_packages_compress(
 ) -> None:
     weight, qtensor = make(scheme, shape, dtype)
     encoded = FORMAT.encode(qtensor)
-    state = {"weight": weight, "weight_scale": encoded["weight_scale"]}
+    state = {"weight": weight} | {n: t for n, t in encoded.items() if n.endswith("_scale")}
     expected = FloatQuantizationCompressor.compress(state, oracle_scheme(scheme))
     assert encoded.keys() == expected.keys()
     for suffix, tensor in expected.items():
@@ -91,6 +103,9 @@ def test_decode_undoes_encode(scheme: QuantScheme) -> None:
     assert same(decoded.codes, qtensor.codes)
     assert same(decoded.scale, qtensor.scale)
     assert decoded.quant == scheme.weight
+    assert (decoded.input_scale is None) == (qtensor.input_scale is None)
+    if decoded.input_scale is not None and qtensor.input_scale is not None:
+        assert same(decoded.input_scale, qtensor.input_scale)
     assert decoded.zero_point is None
 
 
@@ -133,6 +148,43 @@ def test_our_presets_are_the_packages_presets(name: str) -> None:
     assert read.weights == PRESET_SCHEMES[name]["weights"]
     assert read.input_activations == PRESET_SCHEMES[name]["input_activations"]
     assert read.format == "float-quantized"
+
+
+def test_the_static_preset_is_the_packages_but_for_its_observer() -> None:
+    """The observer only says how the package would calibrate; the tensors do not depend on it."""
+    section = FORMAT.quantization_config([SchemeGroup(targets=("Linear",), scheme=STATIC)], [])
+    read = QuantizationScheme.model_validate(section["config_groups"]["group_0"])
+    theirs = PRESET_SCHEMES["FP8"]
+    assert read.weights == theirs["weights"]
+    assert read.input_activations is not None
+    ours = read.input_activations.model_copy(update={"observer": "static_minmax"})
+    assert ours == theirs["input_activations"]
+
+
+def test_we_read_a_layer_that_the_package_calibrated_and_compressed() -> None:
+    """Scale and zero point tensors as the package makes them for a module, symmetric ones gone."""
+    linear = torch.nn.Linear(64, 48, bias=False)
+    initialize_module_for_quantization(linear, oracle_scheme(STATIC))
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(2))
+    for name, value, quant in (
+        ("input", x, STATIC.activation),
+        ("weight", linear.weight.detach(), STATIC.weight),
+    ):
+        assert quant is not None
+        low, high = value.amin().reshape(1), value.amax().reshape(1)
+        scale, _ = calculate_qparams(low, high, oracle_arguments(quant))
+        getattr(linear, f"{name}_scale").data = scale
+    with torch.no_grad():
+        want = linear(x)
+    compress_module(linear)
+    stored = {n: p.data for n, p in linear.state_dict().items()}
+    assert {n: tuple(t.shape) for n, t in stored.items()} == {
+        n: s.shape for n, s in FORMAT.tensors((48, 64), STATIC, torch.float32).items()
+    }
+    qtensor = FORMAT.decode(stored, STATIC)
+    ours = Linear(64, 48)
+    ours.load_quantized(qtensor, None, torch.float32, STATIC.activation)
+    assert torch.allclose(ours(x), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scheme", CASES)
@@ -179,9 +231,9 @@ def broken(owner: str, **changes: Any) -> dict[str, Any]:
         ),
         (
             "input_activations",
-            {"strategy": "tensor", "dynamic": False},
+            {"strategy": "tensor"},
             UnsupportedError,
-            "fp8-channel.fp8-tensor of targets Linear",
+            "fp8-channel.fp8-tensor-dynamic of targets Linear",
         ),
         ("input_activations", {"type": "int"}, UnsupportedError, "int8-token"),
     ],
@@ -229,7 +281,23 @@ def test_a_malformed_layer_says_what_is_wrong(
         FORMAT.decode(tensors, CHANNEL)
 
 
-def test_static_activation_scales_are_refused() -> None:
-    tensors = FORMAT.encode(make(CHANNEL, (33, 64))[1]) | {"input_scale": torch.ones(1)}
-    with pytest.raises(UnsupportedError, match="static scales of activations"):
-        FORMAT.decode(tensors, CHANNEL)
+@pytest.mark.parametrize(
+    ("scheme", "scale", "says"),
+    [
+        (CHANNEL, torch.ones(1), "input_scale is there, but scheme fp8-channel.fp8-token-dynamic"),
+        (STATIC, None, "input_scale is missing"),
+        (STATIC, torch.ones(2), r"input_scale is \[2\]; .* needs \[1\]"),
+        (STATIC, torch.zeros(1), r"input_scale is 0\.0; expected a finite number above 0"),
+        (STATIC, torch.tensor([float("nan")]), "input_scale is nan"),
+        (STATIC, torch.ones(1).to(torch.int8), "input_scale is torch.int8"),
+    ],
+)
+def test_a_wrong_input_scale_says_what_is_wrong(
+    scheme: QuantScheme, scale: torch.Tensor | None, says: str
+) -> None:
+    tensors = FORMAT.encode(make(scheme, (33, 64))[1])
+    tensors.pop("input_scale", None)
+    if scale is not None:
+        tensors["input_scale"] = scale
+    with pytest.raises(CheckpointError, match=says):
+        FORMAT.decode(tensors, scheme)

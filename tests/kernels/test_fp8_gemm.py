@@ -123,7 +123,7 @@ def test_the_reference_is_the_formula(
     width = shape[2] if group == "token" else group
     assert width is None or isinstance(width, int)
     x, codes, scale, bias = operands(*shape, block)
-    got = fp8_gemm.reference(x, codes, scale, block, width, bias)
+    got = fp8_gemm.reference(x, codes, scale, block, width, None, bias)
     want = by_loops(x, codes, scale, block, width) + bias.double()
     assert float((got.double() - want).norm() / want.norm()) <= 1e-6
 
@@ -142,19 +142,32 @@ def test_activations_are_rounded_as_compressed_tensors_rounds_them(group: int) -
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("step", [0.3, 0.001], ids=["all fits", "most is clamped"])
+def test_a_static_scale_rounds_inputs_as_compressed_tensors_does(step: float) -> None:
+    x, codes, scale, bias = operands(9, 12, 64, CHANNEL)
+    input_scale = torch.tensor([step])
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
+    rounded = fake_quantize(x, input_scale, torch.zeros(1), arguments)
+    want = rounded.double() @ (codes.double() * scale.double()).T + bias.double()
+    got = fp8_gemm.reference(x, codes, scale, None, None, input_scale, bias)
+    assert float((got.double() - want).norm() / want.norm()) <= 1e-6
+    assert float(rounded.abs().max()) <= 448 * step * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [CHANNEL, BLOCK], ids=["channel", "block"])
-@pytest.mark.parametrize("group", [None, 300, 128], ids=str)
+@pytest.mark.parametrize("group", [None, 300, 128, "static"], ids=str)
 def test_dequantizing_once_changes_no_bit(
-    dtype: torch.dtype, block: tuple[int, int] | None, group: int | None
+    dtype: torch.dtype, block: tuple[int, int] | None, group: int | str | None
 ) -> None:
+    inputs = (None, torch.tensor([0.02], dtype=dtype)) if group == "static" else (group, None)
     x, codes, scale, bias = operands(5, 200, 300, block, dtype)
     problem = {"device": "cpu", "dtype": dtype, "shape": (200, 300)}
     once = fp8_gemm.OP.select(mode="auto", **problem)
     assert once.name == "dequantize-once"
     assert once.repack is not None
-    kept = once.repack(codes, scale, block, group, dtype)
-    want = fp8_gemm.reference(x, codes, scale, block, group, bias)
+    kept = once.repack(codes, scale, block, *inputs, dtype)
+    want = fp8_gemm.reference(x, codes, scale, block, *inputs, bias)
     assert want.dtype == dtype
     assert torch.equal(once.run(x, *kept, bias), want)
 
@@ -168,7 +181,7 @@ def test_a_token_rounds_the_same_in_any_batch() -> None:
 
 def test_no_tokens_give_no_rows() -> None:
     x, codes, scale, bias = operands(1, 12, 64, CHANNEL)
-    assert fp8_gemm.reference(x[:0], codes, scale, None, 64, bias).shape == (0, 12)
+    assert fp8_gemm.reference(x[:0], codes, scale, None, 64, None, bias).shape == (0, 12)
 
 
 def test_dequantizing_once_is_for_cpus_only() -> None:
@@ -180,7 +193,7 @@ def test_dequantizing_once_is_for_cpus_only() -> None:
 @pytest.mark.parametrize("block", [CHANNEL, BLOCK], ids=["channel", "block"])
 def test_the_reference_on_a_gpu_equals_the_cpu(block: tuple[int, int] | None) -> None:
     x, codes, scale, bias = operands(5, 200, 256, block)
-    want = fp8_gemm.reference(x, codes, scale, block, 128, bias)
+    want = fp8_gemm.reference(x, codes, scale, block, 128, None, bias)
     moved = [t.cuda() for t in (x, codes, scale)]
-    got = fp8_gemm.reference(*moved, block, 128, bias.cuda()).cpu()
+    got = fp8_gemm.reference(*moved, block, 128, None, bias.cuda()).cpu()
     assert float((got - want).norm() / want.norm()) <= 1e-5

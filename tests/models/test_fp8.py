@@ -169,12 +169,19 @@ def test_blocks_join_only_where_parts_end_with_a_whole_block(
     assert relative_error(logits(decoder), logits(load(folder, merge=False))) <= BOUNDARY
 
 
-def test_one_scale_a_tensor_stays_apart(
+def test_scales_of_tensors_that_differ_join_as_scales_of_channels(
     tiny_model: TinyModel, quantized_model: QuantizedModel
 ) -> None:
-    block = block_at(load(quantized_model(tiny_model(), lambda _: TENSOR)), 0)
-    assert block.self_attn.qkv_proj is None
-    assert block.mlp.gate_up_proj is None
+    folder = quantized_model(tiny_model(), lambda _: TENSOR)
+    joined, apart = block_at(load(folder), 0), block_at(load(folder, merge=False), 0)
+    qkv, gate_up = joined.self_attn.qkv_proj, joined.mlp.gate_up_proj
+    assert qkv is not None
+    assert gate_up is not None
+    assert isinstance(qkv.inner, QuantizedInner)
+    assert qkv.inner.scheme == "fp8-channel+fp8-token-dynamic"
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    parts = [apart.self_attn.get_submodule(n)(x) for n in ("q_proj", "k_proj", "v_proj")]
+    assert relative_error(qkv(x), torch.cat(parts, dim=1)) <= 1e-6
 
 
 def test_projections_whose_inputs_are_quantized_otherwise_stay_apart(
@@ -254,9 +261,9 @@ def test_a_group_of_activations_that_does_not_divide_is_refused_before_loading(
 
 def test_activations_without_a_kernel_are_refused() -> None:
     weight = quantize(torch.randn(8, 16), DYNAMIC.weight)
-    static = TensorQuant(num_bits=8, dtype="float", granularity="tensor")
+    batch = TensorQuant(num_bits=8, dtype="float", granularity="tensor", dynamic=True)
     with pytest.raises(UnsupportedError, match=r"no kernel multiplies .* fp8-channel.fp8-tensor"):
-        Linear(16, 8).load_quantized(weight, None, torch.float32, static)
+        Linear(16, 8).load_quantized(weight, None, torch.float32, batch)
 
 
 @pytest.mark.parametrize(
