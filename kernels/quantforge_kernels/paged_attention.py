@@ -12,14 +12,20 @@ beyond a context's end and mask it, so that must be finite.
 Example: page_size 4, block table row [7, 2], context_len 6, two queries: they stand at positions 4
 and 5, which lie in slots 0 and 1 of page 2.
 
-Problem keys: ``device``, ``dtype`` of q, ``kv_dtype``, ``num_heads``, ``num_kv_heads``,
-``head_dim``, ``page_size``, ``sliding_window`` (None for full attention).
+A cache of 8 bits (``float8_e4m3fn``, ``float8_e5m2``, ``int8``) holds codes; `k_scale` and
+`v_scale`, float32, multiply them: [1] for the whole cache, [pages, page_size, J] for each token and
+head, None where they are 1. (One scale of a cache can be folded: that of the keys into `scale`,
+that of the values into the output.)
+
+Problem keys: ``device``, ``dtype`` of q, ``kv_dtype``, ``kv_scales`` ("none", "layer" or "token",
+as `kv_store` says), ``num_heads``, ``num_kv_heads``, ``head_dim``, ``page_size``,
+``sliding_window`` (None for full attention).
 
 Legend: T query tokens, S sequences, B pages a sequence, H query heads, J key/value heads, G = H/J
 heads a group, A head dim, C positions of a context.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +38,13 @@ MAX_GATHERED_ELEMENTS = 1 << 25
 """Keys (or values) that the reference copies out of the pages at a time: 128 MiB in float32."""
 
 
+class _Cache(NamedTuple):
+    """Pages of keys or values, and what multiplies their codes."""
+
+    pages: Tensor
+    scale: Tensor | None
+
+
 def reference(
     q_THA: Tensor,
     k_cache: Tensor,
@@ -41,17 +54,18 @@ def reference(
     context_len_S: Tensor,
     scale: float,
     sliding_window: int | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention output [T, H, A] in q's dtype; ``softmax(scale * q @ k.T) @ v`` in float32.
 
     A GPU's all-decode batch is computed without waiting for it; a batch with longer queries reads
     its lengths back. Rows of a context of length 0 (padding) are undefined.
     """
+    keys, values = _Cache(k_cache, k_scale), _Cache(v_cache, v_scale)
     num_sequences = block_table_SB.shape[0]
     if q_THA.shape[0] == num_sequences and q_THA.device.type != "cpu":
-        return _decode(
-            q_THA, k_cache, v_cache, block_table_SB, context_len_S, scale, sliding_window
-        )
+        return _decode(q_THA, keys, values, block_table_SB, context_len_S, scale, sliding_window)
     starts, contexts = query_start_S1.tolist(), context_len_S.tolist()
     singles = _leading_singles(starts)
     parts = []
@@ -60,8 +74,8 @@ def reference(
         parts.append(
             _decode(
                 q_THA[decodes],
-                k_cache,
-                v_cache,
+                keys,
+                values,
                 block_table_SB[decodes],
                 context_len_S[decodes],
                 scale,
@@ -72,9 +86,7 @@ def reference(
     for s in range(singles, num_sequences):
         queries = q_THA[starts[s] : starts[s + 1]]
         parts.append(
-            _extend(
-                queries, k_cache, v_cache, block_table_SB[s], contexts[s], scale, sliding_window
-            )
+            _extend(queries, keys, values, block_table_SB[s], contexts[s], scale, sliding_window)
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -89,8 +101,8 @@ def _leading_singles(starts: list[int]) -> int:
 
 def _decode(
     q_SHA: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    keys: _Cache,
+    values: _Cache,
     block_table_SB: Tensor,
     context_len_S: Tensor,
     scale: float,
@@ -101,7 +113,7 @@ def _decode(
 
     `contexts`, where the host knows them, bound what is read; equal ones need no mask.
     """
-    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    page_size, num_kv_heads, head_dim = keys.pages.shape[1:]
     end = block_table_SB.shape[1] * page_size if contexts is None else max(*contexts, 1)
     block_table_SB = block_table_SB[:, : -(-end // page_size)]
     chunk = max(1, MAX_GATHERED_ELEMENTS // (end * num_kv_heads * head_dim))
@@ -113,8 +125,8 @@ def _decode(
     parts = [
         F.scaled_dot_product_attention(
             grouped[s],
-            _gather(k_cache, block_table_SB[s])[:, :, :end],
-            _gather(v_cache, block_table_SB[s])[:, :, :end],
+            _gather(keys, block_table_SB[s])[:, :, :end],
+            _gather(values, block_table_SB[s])[:, :, :end],
             attn_mask=None if visible is None else visible[s],
             scale=scale,
         )
@@ -136,8 +148,8 @@ def _visible(context_len_S: Tensor, end: int, sliding_window: int | None) -> Ten
 
 def _extend(
     q_THA: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    keys: _Cache,
+    values: _Cache,
     block_table_B: Tensor,
     context_len: int,
     scale: float,
@@ -145,13 +157,13 @@ def _extend(
 ) -> Tensor:
     """The queries of one sequence, whose keys are copied out of the pages that they can see."""
     tokens, num_heads, _ = q_THA.shape
-    page_size, num_kv_heads = k_cache.shape[1:3]
+    page_size, num_kv_heads = keys.pages.shape[1:3]
     first_query = context_len - tokens
     first_seen = 0 if sliding_window is None else max(0, first_query - sliding_window + 1)
     first_page = first_seen // page_size
     pages = block_table_B[None, first_page : -(-context_len // page_size)]
     begin = first_page * page_size
-    k, v = (_gather(c, pages)[:, :, : context_len - begin] for c in (k_cache, v_cache))
+    k, v = (_gather(c, pages)[:, :, : context_len - begin] for c in (keys, values))
     causal = tokens == context_len and (sliding_window is None or sliding_window >= context_len)
     mask = None
     if not causal:
@@ -172,11 +184,20 @@ def _extend(
     return out.squeeze(0).transpose(0, 1).to(q_THA.dtype)
 
 
-def _gather(cache: Tensor, block_table_SB: Tensor) -> Tensor:
+def _gather(cache: _Cache, block_table_SB: Tensor) -> Tensor:
     """Keys or values [S, J, C, A] in float32 of whole pages, C = B * page_size."""
-    pages = cache.index_select(0, block_table_SB.reshape(-1))
-    shape = (block_table_SB.shape[0], -1, *cache.shape[2:])
-    return pages.reshape(shape).transpose(1, 2).float()
+    index = block_table_SB.reshape(-1)
+    stored = cache.pages.dtype
+    raw = cache.pages.view(torch.uint8) if stored.itemsize == 1 else cache.pages
+    pages = raw.index_select(0, index).view(stored)
+    shape = (block_table_SB.shape[0], -1, *cache.pages.shape[2:])
+    values = pages.reshape(shape).transpose(1, 2).float()
+    if cache.scale is None:
+        return values
+    if cache.scale.dim() == 1:
+        return values * cache.scale
+    scales = cache.scale.index_select(0, index).reshape(shape[:-1])
+    return values * scales.transpose(1, 2).unsqueeze(-1)
 
 
 def _supports_triton(

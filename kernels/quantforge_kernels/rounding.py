@@ -9,6 +9,9 @@ from torch import Tensor
 FP8_MAX = 448.0
 """The largest value of E4M3 (``float8_e4m3fn``), which has no infinity."""
 
+E5M2_MAX = 57344.0
+"""The largest finite value of E5M2 (``float8_e5m2``)."""
+
 
 def round_to_int(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, code_min: int, code_max: int
@@ -39,6 +42,11 @@ def round_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     `scale` broadcasts against `x`; computed in `x`'s dtype, which should be float32.
     """
     return (x / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def round_to_e5m2(x: Tensor, scale: Tensor) -> Tensor:
+    """E5M2 codes of ``x / scale``, as `round_to_fp8`; beyond ±57344 they are ±57344."""
+    return (x / scale).clamp_(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
 
 
 def round_from_fp8(codes: Tensor, scale: Tensor) -> Tensor:
