@@ -13,6 +13,7 @@ import torch
 
 from quantforge.checkpoint.base import Format, SchemeGroup, format_named
 from quantforge.checkpoint.inspection import dense_linears, quantized_layers
+from quantforge.checkpoint.kv_scales import holds_kv_cache, is_kv_scale, with_kv_cache
 from quantforge.checkpoint.manifest import Manifest, provenance_versions, read_manifest
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.checkpoint.verify import verify_checkpoint
@@ -20,7 +21,7 @@ from quantforge.checkpoint.writer import CheckpointWriter
 from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.progress import Progress, silent
 from quantforge.qtensor import QuantizedTensor
-from quantforge.schemes import QuantScheme
+from quantforge.schemes import QuantScheme, TensorQuant
 
 LM_HEAD = "lm_head"
 
@@ -36,6 +37,8 @@ class ConvertReport:
     num_layers: int
     written_bytes: int
     scale_error: float
+    lost: tuple[str, ...] = ()
+    """What the source had and the format cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,21 @@ class _Conversion:
     schemes: Mapping[str, QuantScheme]
     """layer -> its scheme in the output"""
     planned_bytes: int
+
+    keeps_kv_scales: bool = True
+    """Whether the format has a place for the scales of a KV cache."""
+
+    @property
+    def kv_cache(self) -> TensorQuant | None:
+        """What the source has scales of a KV cache for."""
+        return None if self.reader.layout is None else self.reader.layout.kv_cache
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """What the source has and the output will not have, in words."""
+        if self.kv_cache is None or self.keeps_kv_scales:
+            return ()
+        return (f"scales of the {self.kv_cache} KV cache",)
 
 
 def convert_checkpoint(
@@ -71,6 +89,8 @@ def convert_checkpoint(
         scale_error = _write_layers(conversion, writer, progress)
         for name in reader.names():
             layer, _, suffix = name.rpartition(".")
+            if is_kv_scale(name) and not conversion.keeps_kv_scales:
+                continue
             if layer not in conversion.schemes or suffix == "bias":
                 writer.add(name, reader.tensor(name))
         for path in reader.side_files():
@@ -89,6 +109,7 @@ def convert_checkpoint(
         num_layers=len(conversion.schemes),
         written_bytes=CheckpointReader(output).num_weight_bytes(),
         scale_error=scale_error,
+        lost=conversion.lost,
     )
 
 
@@ -123,8 +144,11 @@ def _plan(reader: CheckpointReader, target: Format) -> _Conversion:
     dense = (n for n, (layer, _, suffix) in split if layer not in schemes or suffix == "bias")
     planned += sum(reader.spec(name).num_bytes for name in dense)
     conversion = _Conversion(reader=reader, format=target, schemes=schemes, planned_bytes=planned)
-    _quantization_config(conversion)  # refuses a mixture of schemes that the format cannot hold
-    return conversion
+    section = _quantization_config(conversion)  # refuses what the format cannot hold together
+    if conversion.kv_cache is None or holds_kv_cache(section):
+        return conversion
+    scales = sum(reader.spec(n).num_bytes for n in reader.names() if is_kv_scale(n))
+    return replace(conversion, keeps_kv_scales=False, planned_bytes=planned - scales)
 
 
 def _held(target: Format, layer: str, scheme: QuantScheme) -> QuantScheme:
@@ -197,7 +221,8 @@ def _quantization_config(conversion: _Conversion) -> dict[str, Any]:
     dense = set(dense_linears(conversion.reader)) - set(conversion.schemes)
     if LM_HEAD not in conversion.schemes:
         dense.add(LM_HEAD)
-    return conversion.format.quantization_config(groups, sorted(dense))
+    section = conversion.format.quantization_config(groups, sorted(dense))
+    return with_kv_cache(section, conversion.kv_cache) if holds_kv_cache(section) else section
 
 
 def _manifest(conversion: _Conversion, scale_error: float, progress: Progress) -> Manifest:
@@ -231,7 +256,7 @@ def _manifest(conversion: _Conversion, scale_error: float, progress: Progress) -
         calibration=old.calibration,
         layers=tuple(_without_size(layer) for layer in old.layers),
         run=old.run,
-        evaluations=old.evaluations if scale_error == 0 else (),
+        evaluations=old.evaluations if scale_error == 0 and not conversion.lost else (),
     )
 
 

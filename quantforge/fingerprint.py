@@ -35,6 +35,7 @@ def make_fingerprint(
             "layers": {name: str(scheme) for name, scheme in plan.layers.items()},
             "ignore": list(plan.ignore),
             "activation_observer": None if plan.observer is None else str(plan.observer),
+            "kv_cache": None if plan.kv_cache is None else str(plan.kv_cache),
         },
         "dtype": str(dtype),
         "device": device.type,

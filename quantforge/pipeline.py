@@ -25,9 +25,11 @@ from quantforge.background import Background
 from quantforge.calibration.activations import Activations
 from quantforge.calibration.capture import Capture, InputStatistics
 from quantforge.calibration.data import CalibrationSet
+from quantforge.calibration.kv_ranges import calibrate_kv_scales
 from quantforge.calibration.ranges import RangeCapture, static_scale
 from quantforge.calibration.statistics import StatisticsFile
 from quantforge.checkpoint.base import SchemeGroup
+from quantforge.checkpoint.kv_scales import with_kv_cache
 from quantforge.checkpoint.manifest import Manifest, provenance_versions
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.checkpoint.verify import verify_checkpoint
@@ -103,6 +105,11 @@ class Quantizer:
             raise CalibrationError(
                 f"scheme {plan.scheme} has static scales of inputs, which are measured on "
                 "calibration text; give text (--calibration bundled), no statistics file"
+            )
+        if plan.kv_cache is not None and not isinstance(evidence, CalibrationSet):
+            raise CalibrationError(
+                "scales of the KV cache are calibrated on text, which statistics of 'quantforge "
+                "calibrate' do not hold; give text with --calibration, or leave kv_cache at none"
             )
         self.reader = reader
         self.plan = plan
@@ -211,6 +218,9 @@ class Quantizer:
             qtensors = self._on_host(layer, result)
             dense = _dense(task, result)
         del task
+        scales: dict[str, Tensor] = {}
+        if plan.kv_cache is not None:
+            scales = self._kv_scales(layer, block, dense, result.qtensors)
         prefix = self._prefix(layer)
         bits = {name: self._stored_bits(prefix + name, q) for name, q in qtensors.items()}
         reports = tuple(
@@ -219,7 +229,8 @@ class Quantizer:
         self.reports += reports
 
         def write() -> None:
-            finished = FinishedBlock(encoded=self._encoded(qtensors), dense=dense, reports=reports)
+            encoded = self._encoded(qtensors) | scales
+            finished = FinishedBlock(encoded=encoded, dense=dense, reports=reports)
             if self.work is not None:
                 self.work.add_block(layer, finished)
             self._write_block(layer, finished, self.writer)
@@ -246,6 +257,20 @@ class Quantizer:
             for name, qtensor in qtensors.items()
             for suffix, tensor in self.plan.format.encode(qtensor).items()
         }
+
+    def _kv_scales(
+        self,
+        layer: int,
+        block: DecoderBlock,
+        dense: Mapping[str, Tensor],
+        qtensors: Mapping[str, QuantizedTensor],
+    ) -> dict[str, Tensor]:
+        """The scales of the block's keys and values, as the quantized block makes them."""
+        assert self.plan.kv_cache is not None
+        assert self.activations is not None, "checked when the run was made"
+        _load_results(block, qtensors, dense, self.device, self.dtype)
+        with self.watch.measure("observe"):
+            return calibrate_kv_scales(layer, block, self.activations, self.plan.kv_cache)
 
     def _with_input_scales(
         self, layer: int, block: DecoderBlock, task: BlockTask, result: BlockResult
@@ -304,7 +329,8 @@ class Quantizer:
 
     def _statistics(self, layer: int, block: DecoderBlock) -> dict[str, InputStatistics]:
         groups = self.plan.architecture.input_groups
-        if self.activations is not None:
+        wanted = self.plan.method.needs_statistics or self.plan.observer is not None
+        if self.activations is not None and wanted:
             capture = Capture(groups)
             self.activations.observe(block, capture)
             return capture.results(layer, self.activations.length)
@@ -557,7 +583,13 @@ def _verify(folder: Path, plan: QuantizePlan) -> None:
         raise CheckpointError(
             f"the written checkpoint does not verify: {failed[0].name}: {failed[0].detail}"
         )
-    written = CheckpointReader(folder).num_weight_bytes()
+    reader = CheckpointReader(folder)
+    kv_cache = None if reader.layout is None else reader.layout.kv_cache
+    if kv_cache != plan.kv_cache:
+        raise CheckpointError(
+            f"the written checkpoint has KV-cache scales for {kv_cache}; planned: {plan.kv_cache}"
+        )
+    written = reader.num_weight_bytes()
     if written != plan.planned_bytes:
         raise CheckpointError(
             f"the written checkpoint holds {written} bytes of tensors; "
@@ -574,7 +606,8 @@ def peak_host_bytes() -> int:
 def _config(reader: CheckpointReader, plan: QuantizePlan) -> dict[str, object]:
     group = SchemeGroup(targets=("Linear",), scheme=plan.scheme)
     config = dict(reader.config)
-    config["quantization_config"] = plan.format.quantization_config([group], plan.ignore)
+    section = plan.format.quantization_config([group], plan.ignore)
+    config["quantization_config"] = with_kv_cache(section, plan.kv_cache)
     if plan.quantizes_lm_head:
         config["tie_word_embeddings"] = False
     return config
@@ -603,7 +636,7 @@ def _manifest(
         versions=provenance_versions(),
         source={"name": reader.folder.name, "hashes": dict(hashes), **source_origin(reader)},
         recipe=asdict(recipe),
-        scheme=str(plan.scheme),
+        scheme=plan.describe_scheme(),
         method=plan.method.name,
         seed=recipe.calibration.seed,
         calibration=calibration,

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantforge.calibration.ranges import DEFAULT_OBSERVER, Observer, parse_observer
 from quantforge.checkpoint.base import Format, format_for
+from quantforge.checkpoint.kv_scales import KV_SCALE_BYTES
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import RecipeError, UnsupportedError
 from quantforge.methods.base import Method, load_method
@@ -17,7 +18,7 @@ from quantforge.models.expected import check_checkpoint, extra_tensors
 from quantforge.models.loader import architecture_of, load_config
 from quantforge.models.partition import Partition
 from quantforge.recipe import QuantizeSection
-from quantforge.schemes import QuantScheme, preset, with_group_size
+from quantforge.schemes import QuantScheme, TensorQuant, kv_cache_quant, preset, with_group_size
 
 AUTO_GROUP_SIZES = (128, 64, 32)
 
@@ -42,16 +43,26 @@ class QuantizePlan:
     extra: tuple[str, ...] = ()
     """Tensors of the blocks that the model does not use, such as old buffers: copied as they are"""
     observer: Observer | None = None
+    kv_cache: TensorQuant | None = None
+    """What the KV cache's scales are calibrated for, None where there are none."""
 
     @property
     def needs_text(self) -> bool:
-        """Whether calibration data are needed: by the method, or for static scales of inputs."""
-        return self.method.needs_statistics or self.observer is not None
+        """Whether calibration data are needed: by the method, for static scales of inputs, or for
+        scales of the KV cache."""
+        return (
+            self.method.needs_statistics or self.observer is not None or self.kv_cache is not None
+        )
 
     def block_linears(self, layer: int) -> dict[str, QuantScheme]:
         """The targets of one block, by name within the block."""
         prefix = self.architecture.block_prefix.format(layer=layer)
         return {n.removeprefix(prefix): s for n, s in self.layers.items() if n.startswith(prefix)}
+
+    def describe_scheme(self) -> str:
+        """``int4-g64-asym``, or ``int4-g64-asym, KV cache fp8-tensor``."""
+        kv_cache = "" if self.kv_cache is None else f", KV cache {self.kv_cache}"
+        return f"{self.scheme}{kv_cache}"
 
     @property
     def quantizes_lm_head(self) -> bool:
@@ -96,6 +107,9 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
         replaced = f"{name}.weight"
         saved += reader.spec(replaced).num_bytes if replaced in reader else 0
         saved -= sum(spec.num_bytes for spec in specs)
+    kv_cache = kv_cache_quant(section.kv_cache)
+    if kv_cache is not None:
+        dense_bytes += config.num_layers * KV_SCALE_BYTES
     return QuantizePlan(
         method=method,
         options=options,
@@ -108,6 +122,7 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
         planned_bytes=dense_bytes - saved,
         extra=extra,
         observer=observer,
+        kv_cache=kv_cache,
     )
 
 

@@ -7,6 +7,7 @@
       method: awq
       scheme: w4a16
       group_size: auto        # auto, channel, or a number
+      kv_cache: fp8           # none, fp8 or int8: calibrated scales of the KV cache
     calibration:
       dataset: bundled        # bundled, self, a file, or a Hub data set
       num_samples: 128
@@ -60,6 +61,8 @@ class QuantizeSection:
     activation_observer: str | None = None
     """``absmax``, ``percentile``, ``percentile:99.9`` or ``mse``: what chooses the static scale of
     inputs; None takes the default. Only for schemes that have one."""
+    kv_cache: str = "none"
+    """``fp8`` or ``int8`` calibrates a scale for each layer's keys and values."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -182,6 +182,29 @@ def preset(name: str) -> QuantScheme:
     return PRESETS[key]
 
 
+KV_CACHES: dict[str, TensorQuant | None] = {
+    "none": None,
+    "fp8": TensorQuant(num_bits=8, dtype="float", granularity="tensor"),
+    "int8": TensorQuant(num_bits=8, granularity="tensor"),
+}
+"""What a checkpoint may hold calibrated KV-cache scales for: E4M3 or int8, by recipe key."""
+
+
+def kv_cache_quant(name: str) -> TensorQuant | None:
+    """The KV cache's quantization called `name`, None for ``none``. Raises `RecipeError`."""
+    if name in ("fp8_e5m2", "e5m2"):
+        raise RecipeError(
+            f"kv_cache {name!r}: E5M2 needs no calibrated scale, so nothing is written for it; "
+            "leave kv_cache at none and serve with --kv-cache-dtype fp8_e5m2"
+        )
+    if name not in KV_CACHES:
+        raise RecipeError(
+            f"unknown kv_cache {name!r}{did_you_mean(name, KV_CACHES)}; "
+            f"known: {', '.join(KV_CACHES)}"
+        )
+    return KV_CACHES[name]
+
+
 def with_group_size(scheme: QuantScheme, group_size: int | None) -> QuantScheme:
     """`scheme` with another weight group size; None means one scale a channel."""
     granularity: Granularity = "channel" if group_size is None else "group"

@@ -45,7 +45,15 @@ QUANTIZER = {
 }
 RUNTIME = {"runtime", "evaluation", "serving"}
 
-MAY_IMPORT_KERNELS = {"qtensor", "models", "methods", "fingerprint", "runtime", "cli"}
+MAY_IMPORT_KERNELS = {
+    "qtensor",
+    "models",
+    "calibration",
+    "methods",
+    "fingerprint",
+    "runtime",
+    "cli",
+}
 """Besides the parts above models that hold ops: qtensor, which shares the rounding reference, and
 fingerprint, which hashes the code."""
 

@@ -12,7 +12,7 @@ from quantforge.errors import CalibrationError
 from quantforge.models.attention import CausalAttention
 from quantforge.models.config import ModelConfig
 from quantforge.models.decoder import DecoderBlock
-from quantforge.models.rope import RotaryEmbedding
+from quantforge.models.rope import Rope, RotaryEmbedding
 from quantforge.precision import tf32_products
 
 BATCH_TOKENS = 8192
@@ -70,6 +70,11 @@ class Activations:
             rows = slice(first * self.length, (first + samples) * self.length)
             positions = torch.arange(self.length, device=self.device).repeat(samples)
             yield rows, positions, samples
+
+    def batches(self) -> Iterator[tuple[Tensor, Rope]]:
+        """Hidden states [T, D] of each batch on the device, and the rotation of its positions."""
+        for rows, positions, _ in self._batches():
+            yield self.hidden[rows].to(self.device), self.rotary(positions, self.dtype)
 
     @torch.inference_mode()
     def _run(self, block: DecoderBlock, rows: slice, positions: Tensor, samples: int) -> Tensor:

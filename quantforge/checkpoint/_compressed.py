@@ -70,6 +70,47 @@ def _arguments(quant: TensorQuant) -> dict[str, Any]:
     }
 
 
+def with_kv_cache(
+    quantization_config: Mapping[str, Any], kv_cache: TensorQuant | None
+) -> dict[str, Any]:
+    """`quantization_config`, saying that the KV cache has calibrated scales for `kv_cache`.
+
+    Raises `UnsupportedError` for a format that has no word for it.
+    """
+    if kv_cache is None:
+        return dict(quantization_config)
+    if not holds_kv_cache(quantization_config):
+        raise UnsupportedError(
+            f"format {quantization_config.get('quant_method')} cannot hold scales of a KV cache; "
+            "compressed-tensors formats can"
+        )
+    return {**quantization_config, "kv_cache_scheme": _arguments(kv_cache)}
+
+
+def holds_kv_cache(quantization_config: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` is of a kind that may have a ``kv_cache_scheme``."""
+    return quantization_config.get("quant_method") == "compressed-tensors"
+
+
+def _parse_kv_cache(values: Any) -> TensorQuant | None:
+    """``kv_cache_scheme``: one static scale for a layer's keys and one for its values, or None."""
+    if values is None:
+        return None
+    where = "quantization_config: kv_cache_scheme"
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{where} is {values!r}; expected a mapping")
+    strategy = values.get("strategy")
+    if strategy not in (None, "tensor") or values.get("dynamic") or values.get("num_bits") != 8:
+        raise UnsupportedError(
+            f"{where} has num_bits {values.get('num_bits')!r}, strategy {strategy!r} and dynamic "
+            f"{values.get('dynamic')!r}; only 8 bits with one static scale a layer are supported"
+        )
+    quant = _parse_arguments(where, {**values, "strategy": "tensor"})
+    if not quant.symmetric:
+        raise UnsupportedError(f"{where} is asymmetric; only symmetric scales are supported")
+    return quant
+
+
 def parse_layout(format_name: str, quantization_config: Mapping[str, Any]) -> QuantizationLayout:
     """The inverse of `config_section`; raises `CheckpointError` or `UnsupportedError`."""
     groups = quantization_config.get("config_groups")
@@ -79,6 +120,7 @@ def parse_layout(format_name: str, quantization_config: Mapping[str, Any]) -> Qu
         format=format_name,
         groups=tuple(_parse_group(name, group) for name, group in groups.items()),
         ignore=_patterns("ignore", quantization_config.get("ignore") or ()),
+        kv_cache=_parse_kv_cache(quantization_config.get("kv_cache_scheme")),
     )
 
 

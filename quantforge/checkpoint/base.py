@@ -15,10 +15,10 @@ from torch import Tensor
 from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
 from quantforge.registry import did_you_mean, entry_names, load_entry
-from quantforge.schemes import QuantScheme
+from quantforge.schemes import QuantScheme, TensorQuant
 
 PACKAGE = "quantforge.checkpoint"
-SHARED = ("base", "inspection", "manifest", "reader", "shard", "verify", "writer")
+SHARED = ("base", "inspection", "kv_scales", "manifest", "reader", "shard", "verify", "writer")
 """Files of this folder that are not formats."""
 
 NATIVE = "compressed_tensors"
@@ -56,6 +56,8 @@ class QuantizationLayout:
     format: str
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
+    kv_cache: TensorQuant | None = None
+    """What the calibrated scales of the KV cache are for (`checkpoint/kv_scales.py`)."""
 
     def scheme(self, layer: str, class_name: str = "Linear") -> QuantScheme | None:
         """The scheme of a layer of class `class_name`, None where it stays as it is.

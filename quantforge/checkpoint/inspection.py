@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.base import known_formats
+from quantforge.checkpoint.kv_scales import SUFFIXES, is_kv_scale, read_kv_scale
 from quantforge.checkpoint.manifest import read_manifest, to_json
 from quantforge.checkpoint.reader import CheckpointReader, class_name
 from quantforge.errors import CheckpointError
@@ -87,6 +88,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "tie_word_embeddings": reader.config.get("tie_word_embeddings"),
         "num_weights": num_weights,
         "schemes": _schemes(sizes),
+        "kv_cache": describe_kv_cache(reader),
         "bytes": _bytes_by_kind(reader, sizes, total),
         "bits_per_weight": {"quantized_linears": _bits(quantized), "model": 8 * total / num_weights}
         if num_weights
@@ -94,6 +96,20 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "weight_files": [path.name for path in reader.weight_files()],
         "provenance": None if manifest is None else to_json(manifest),
     }
+
+
+def describe_kv_cache(reader: CheckpointReader) -> dict[str, Any] | None:
+    """What the KV cache's scales are for, and the range that they span; None without any."""
+    quant = None if reader.layout is None else reader.layout.kv_cache
+    if quant is None:
+        return None
+    names = [name for name in reader.names() if is_kv_scale(name)]
+    ranges: dict[str, Any] = {}
+    for suffix in SUFFIXES:
+        found = [read_kv_scale(reader, name) for name in names if name.endswith(f".{suffix}")]
+        kind = suffix.rpartition(".")[2]
+        ranges[kind] = {"min": min(found), "max": max(found)} if found else None
+    return {"scheme": str(quant), "num_layers": len(names) // len(SUFFIXES), **ranges}
 
 
 def _quantized_size(reader: CheckpointReader, layer: str) -> LayerSize:
@@ -118,7 +134,7 @@ def _num_dense(reader: CheckpointReader) -> int:
 
     def is_dense(name: str) -> bool:
         layer, _, suffix = name.rpartition(".")
-        return layer not in quantized or suffix == "bias"
+        return (layer not in quantized or suffix == "bias") and not is_kv_scale(name)
 
     return sum(math.prod(reader.spec(n).shape) for n in reader.names() if is_dense(n))
 

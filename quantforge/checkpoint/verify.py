@@ -14,6 +14,7 @@ from quantforge.checkpoint.inspection import (
     describe_checkpoint,
     quantized_layers,
 )
+from quantforge.checkpoint.kv_scales import is_kv_scale, kv_scale_problems
 from quantforge.checkpoint.manifest import read_manifest
 from quantforge.checkpoint.reader import INDEX_FILE, CheckpointReader, class_name, read_json
 from quantforge.errors import CheckpointError
@@ -77,6 +78,7 @@ def verify_checkpoint(
         _check_blocks(reader),
         _check_embeddings(reader),
         *_check_quantized(reader, progress),
+        *_check_kv_cache(reader),
         _check_dense(reader, progress),
         _check_size(reader),
     ]
@@ -197,6 +199,20 @@ def _decoded_scale(reader: CheckpointReader, layer: str, scheme: QuantScheme) ->
     if left := sorted(set(stored) - known):
         raise CheckpointError(f"{layer} ({scheme}) has left-over tensors: {', '.join(left)}")
     return scale
+
+
+def _check_kv_cache(reader: CheckpointReader) -> Iterator[Check]:
+    """Each block has the scales of its keys and values that config.json announces; none is extra.
+
+    Nothing where there are neither.
+    """
+    quant = None if reader.layout is None else reader.layout.kv_cache
+    if quant is None and not any(is_kv_scale(name) for name in reader.names()):
+        return
+    found = (BLOCK.fullmatch(name) for name in reader.names())
+    blocks = tuple(sorted({f"{m[1]}.{m[2]}" for m in found if m}))
+    fine = f"scales of {len(blocks)} layers for a {quant} KV cache"
+    yield _verdict("kv cache", kv_scale_problems(reader, blocks), fine)
 
 
 def _check_dense(reader: CheckpointReader, progress: Progress) -> Check:

@@ -42,13 +42,15 @@ def register(app: typer.Typer) -> None:
             "num_layers": report.num_layers,
             "written_bytes": report.written_bytes,
             "scale_error": report.scale_error,
+            "lost": list(report.lost),
         }
         scales = "scales exact"
         if report.scale_error:
             scales = f"scales rounded to float16, by at most {report.scale_error:.2e} of each"
+        lost = f"; left out, since it has no place for them: {', '.join(report.lost)}"
         console.result(
             document,
             f"{report.output}: {report.source_format} to {report.format}, "
             f"{report.written_bytes / 1e6:,.1f} MB, verified; codes less zero points "
-            f"equal in {report.num_layers} linears, {scales}",
+            f"equal in {report.num_layers} linears, {scales}{lost if report.lost else ''}",
         )

@@ -52,6 +52,7 @@ def show_plan(
         "model": model,
         "method": plan.method.name,
         "scheme": str(plan.scheme),
+        "kv_cache": None if plan.kv_cache is None else str(plan.kv_cache),
         "device": device.type,
         "dtype": precision,
         "calibration_tokens": num_tokens,
@@ -65,9 +66,10 @@ def show_plan(
         memory += f", {estimate.device_bytes / 1e9:.2f} GB device"
     console.result(
         document,
-        f"{model}: {plan.method.name} to {plan.scheme}, {estimate.source_bytes / 1e6:,.1f} MB to "
-        f"{estimate.planned_bytes / 1e6:,.1f} MB, {estimate.bits_per_weight:.3f} bits a weight in "
-        f"{len(plan.layers)} linears; about {memory} of tensors in {precision}; nothing written",
+        f"{model}: {plan.method.name} to {plan.describe_scheme()}, "
+        f"{estimate.source_bytes / 1e6:,.1f} MB to {estimate.planned_bytes / 1e6:,.1f} MB, "
+        f"{estimate.bits_per_weight:.3f} bits a weight in {len(plan.layers)} linears; "
+        f"about {memory} of tensors in {precision}; nothing written",
     )
 
 

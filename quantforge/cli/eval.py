@@ -9,6 +9,7 @@ from quantforge.cli.options import (
     DeviceOption,
     DTypeOption,
     JsonOption,
+    KVCacheOption,
     ModelArgument,
     QuietOption,
     ReportOption,
@@ -48,6 +49,7 @@ def register(app: typer.Typer) -> None:
         report: ReportOption = None,
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
+        kv_cache_dtype: KVCacheOption = "auto",
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -68,6 +70,7 @@ def register(app: typer.Typer) -> None:
             max_tokens=max_tokens,
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
         text = load_text(data)
         with console.progress() as progress:

@@ -9,6 +9,7 @@ from quantforge.cli.options import (
     DeviceOption,
     DTypeOption,
     JsonOption,
+    KVCacheOption,
     ModelArgument,
     QuietOption,
     ReportOption,
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
         ] = False,
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
+        kv_cache_dtype: KVCacheOption = "auto",
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -73,7 +75,11 @@ def register(app: typer.Typer) -> None:
         if report is not None:
             check_report_path(report)
         settings = EvalSettings(
-            window=section.window, max_tokens=section.max_tokens, device=device, dtype=dtype
+            window=section.window,
+            max_tokens=section.max_tokens,
+            device=device,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
         text = load_text(section.dataset)
         with console.progress() as progress:

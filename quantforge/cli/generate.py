@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.cli.options import DeviceOption, DTypeOption, JsonOption, ModelArgument, QuietOption
+from quantforge.cli.options import (
+    DeviceOption,
+    DTypeOption,
+    JsonOption,
+    KVCacheOption,
+    ModelArgument,
+    QuietOption,
+)
 from quantforge.errors import QuantForgeError, UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
+        kv_cache_dtype: KVCacheOption = "auto",
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -69,7 +77,13 @@ def register(app: typer.Typer) -> None:
             top_p=top_p,
             stop=tuple(stop or ()),
         )
-        config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, seed=seed)
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
+            seed=seed,
+        )
         with console.progress() as progress:
             folder = resolve_model(model, progress=progress)
             engine = Engine.from_folder(folder, config, progress=progress)
@@ -139,6 +153,7 @@ def _document(
         "model": model,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_cache": engine.kv_cache,
         "kernels": engine.kernels(),
         "completions": [
             {

@@ -37,10 +37,18 @@ def _show(console: "Console", document: dict[str, Any]) -> None:
         for s in document["schemes"]
     ]
     console.table("Linears", ("scheme", "layers", "MB", "bits per weight"), rows)
+    if document["kv_cache"] is not None:
+        console.table("KV-cache scales", ("of", "smallest", "largest"), _kv_rows(document))
     sizes = [(kind, f"{size / 1e6:.1f}") for kind, size in document["bytes"].items()]
     console.table("Size", ("part", "MB"), sizes)
     if document["provenance"] is not None:
         console.table("Provenance", ("what", "value"), _provenance(document["provenance"]))
+
+
+def _kv_rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = document["kv_cache"]
+    pairs = ((kind, found[kind]) for kind in ("k_scale", "v_scale") if found[kind] is not None)
+    return [(kind, f"{r['min']:.3g}", f"{r['max']:.3g}") for kind, r in pairs]
 
 
 def _provenance(manifest: dict[str, Any]) -> list[tuple[str, str]]:
@@ -73,4 +81,6 @@ def _summary(document: dict[str, Any]) -> str:
         parts.append(f"{linears:.3f} bits per weight in the quantized linears")
     if model is not None:
         parts.append(f"{model:.3f} in the whole model")
+    if document["kv_cache"] is not None:
+        parts.append(f"scales for a {document['kv_cache']['scheme']} KV cache")
     return ", ".join(parts)

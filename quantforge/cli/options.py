@@ -26,6 +26,14 @@ DTypeOption = Annotated[
         help="auto, float32, bfloat16 or float16; auto: float32 on a CPU, the model's on a GPU.",
     ),
 ]
+KVCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto, model, fp8_e4m3, fp8_e5m2 or int8; auto: what the checkpoint has scales for, "
+        "else the model's dtype.",
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")
 ]

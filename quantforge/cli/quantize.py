@@ -76,6 +76,12 @@ def register(app: typer.Typer) -> None:
                 "percentile:99.9, or mse.",
             ),
         ] = None,
+        kv_cache: Annotated[
+            str | None,
+            typer.Option(
+                "--kv-cache", help="none (default), fp8 or int8: also calibrate KV-cache scales."
+            ),
+        ] = None,
         calibration: CalibrationOption = None,
         num_samples: NumSamplesOption = None,
         sequence_length: SequenceLengthOption = None,
@@ -150,6 +156,7 @@ def register(app: typer.Typer) -> None:
                 "symmetric": symmetric,
                 "ignore": None if ignore is None else tuple(ignore),
                 "activation_observer": activation_observer,
+                "kv_cache": kv_cache,
             },
             {
                 "dataset": calibration,
@@ -170,6 +177,7 @@ def register(app: typer.Typer) -> None:
             source = resolve_model(model, progress=progress)
             reader = open_source(source, dequantize=dequantize)
             plan = plan_quantization(reader, chosen.quantize)
+            _refuse_statistics_for_kv(plan, chosen.calibration.dataset)
             compute_dtype = resolve_dtype(dtype, where, plan.config.dtype)
             if dry_run or output is None:
                 show_plan(console, model, reader, plan, chosen.calibration, where, compute_dtype)
@@ -227,6 +235,18 @@ def _refuse_text_options(calibration: str | None, given: dict[str, Any]) -> None
         )
 
 
+def _refuse_statistics_for_kv(plan: "QuantizePlan", dataset: str) -> None:
+    """Refuses a statistics file where scales of the KV cache need text."""
+    from quantforge.cli.evidence import STATISTICS_SUFFIX
+    from quantforge.errors import UsageError
+
+    if plan.kv_cache is not None and dataset.endswith(STATISTICS_SUFFIX):
+        raise UsageError(
+            f"{dataset} holds statistics of the linears' inputs, not of keys and values; "
+            "--kv-cache needs calibration text, such as --calibration bundled"
+        )
+
+
 def _refuse_output(output: Path, overwrite: bool) -> None:
     """Refuses an existing output before any work, not after hours of it."""
     from quantforge.errors import UsageError
@@ -265,8 +285,8 @@ def _announce(model: str, plan: "QuantizePlan") -> str:
     if plan.extra:
         kept += f" ({len(plan.extra)} tensors that the model does not use copied: {plan.extra[0]})"
     return (
-        f"{model}: {plan.method.name} to {plan.scheme}, {len(plan.layers)} linears{kept}, "
-        f"{plan.planned_bytes / 1e6:,.1f} MB to write"
+        f"{model}: {plan.method.name} to {plan.describe_scheme()}, "
+        f"{len(plan.layers)} linears{kept}, {plan.planned_bytes / 1e6:,.1f} MB to write"
     )
 
 

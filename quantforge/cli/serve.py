@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.cli.options import DeviceOption, DTypeOption, JsonOption, ModelArgument, QuietOption
+from quantforge.cli.options import (
+    DeviceOption,
+    DTypeOption,
+    JsonOption,
+    KVCacheOption,
+    ModelArgument,
+    QuietOption,
+)
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ def register(app: typer.Typer) -> None:
         ] = False,
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
+        kv_cache_dtype: KVCacheOption = "auto",
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -63,7 +71,12 @@ def register(app: typer.Typer) -> None:
         console = Console(json_output=json_output, quiet=quiet)
         with console.progress() as progress:
             folder = resolve_model(model, progress=progress)
-            config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len)
+            config = EngineConfig(
+                device=device,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                kv_cache_dtype=kv_cache_dtype,
+            )
             engine = Engine.from_folder(folder, config, progress=progress)
         assert engine.tokenizer is not None, "a folder without a tokenizer was refused"
         name = served_model_name or model_name(model)
@@ -78,7 +91,12 @@ def register(app: typer.Typer) -> None:
         running = server.Server(
             application,
             lambda: console.result(
-                {"url": url, "model": name, "max_model_len": engine.max_model_len},
+                {
+                    "url": url,
+                    "model": name,
+                    "max_model_len": engine.max_model_len,
+                    "kv_cache": engine.kv_cache,
+                },
                 f"serving {name} at {url}/v1",
             ),
         )

@@ -6,7 +6,7 @@ is loaded. Both engines hold just the KV cache that a window needs, so they fit 
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from quantforge.errors import EvaluationError, UsageError
 from quantforge.evaluation.divergence import Comparison, compare
 from quantforge.evaluation.perplexity import (
     PerplexityResult,
-    Scorer,
     evaluate_perplexity,
     prepare,
 )
@@ -35,7 +34,10 @@ KV_ROUNDING = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSettings:
-    """How to score. Lengths in tokens; `bos` puts the model's BOS at the start of each window."""
+    """How to score. Lengths in tokens; `bos` puts the model's BOS at the start of each window.
+
+    `kv_cache_dtype` is that of the model; a baseline's KV cache is never quantized.
+    """
 
     window: int = 2048
     stride: int | None = None
@@ -43,6 +45,7 @@ class EvalSettings:
     max_tokens: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     seed: int = 0
 
 
@@ -128,7 +131,7 @@ def measure(
     if baseline is None:
         perplexity = evaluate_perplexity(engine, token_ids, **scoring, progress=progress)
     else:
-        other = _load(baseline, settings, progress)
+        other = _load(baseline, replace(settings, kv_cache_dtype="model"), progress)
         comparison = compare(
             engine, other, token_ids, **scoring, seed=settings.seed, progress=progress
         )
@@ -176,11 +179,12 @@ def require_same_vocabulary(
         )
 
 
-def describe_engine(engine: Scorer) -> dict[str, Any]:
-    """Device, dtype and kernels: a figure holds for these."""
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Device, dtypes and kernels: a figure holds for these."""
     return {
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_cache": engine.kv_cache,
         "kernels": dict(engine.kernels()),
     }
 
@@ -203,6 +207,7 @@ def _load(folder: Path, settings: EvalSettings, progress: Progress) -> Engine:
     config = EngineConfig(
         device=settings.device,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.window,
         kv_cache_tokens=max(KV_TOKENS, -(-settings.window // KV_ROUNDING) * KV_ROUNDING),
         seed=settings.seed,

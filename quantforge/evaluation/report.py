@@ -118,8 +118,8 @@ def _conditions(document: Mapping[str, Any]) -> Rows:
         engine = document[role]
         if engine:
             kernels = ", ".join(f"{op}: {kernel}" for op, kernel in engine["kernels"].items())
-            described = f"{engine['device']}, {engine['dtype']}; {kernels}"
-            rows.append((role.replace("_", " "), described))
+            place = f"{engine['device']}, {engine['dtype']}, KV cache {engine['kv_cache']}"
+            rows.append((role.replace("_", " "), f"{place}; {kernels}"))
     return rows
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quantforge.errors import UnsupportedError
 from quantforge.models.config import ModelConfig
+from quantforge.models.kv_scales import KVScales
 from quantforge.models.linear import Linear, split_outputs
 from quantforge.models.rope import Rope, RotaryEmbedding
 
@@ -133,7 +134,10 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm and lm_head (the embedding itself when tied)."""
+    """Embedding, blocks, final norm and lm_head (the embedding itself when tied).
+
+    `kv_scales` are those that the checkpoint has for a quantized KV cache; backends may use them.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -145,6 +149,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rotary = RotaryEmbedding(config)
+        self.kv_scales: KVScales | None = None
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> None:
         """Chooses the ops for `device` and `dtype`; until then they are the references.

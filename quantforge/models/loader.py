@@ -14,6 +14,7 @@ import torch
 from quantforge_kernels.op import KernelUnavailableError
 from torch import Tensor, nn
 
+from quantforge.checkpoint.kv_scales import SUFFIXES, read_kv_scale
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import UnsupportedError, UsageError
 from quantforge.models.arch.base import Architecture
@@ -26,6 +27,7 @@ from quantforge.models.expected import (
     check_finite,
     read_tensor,
 )
+from quantforge.models.kv_scales import KVScales
 from quantforge.models.linear import Linear
 from quantforge.models.partition import Partition, Weight, join, join_biases, joinable
 from quantforge.progress import Progress, silent
@@ -92,6 +94,7 @@ def load_decoder(
     source = _Source(reader=reader, device=device, dtype=dtype, part=part)
     with torch.device("meta"):
         decoder = Decoder(local)
+    decoder.kv_scales = load_kv_scales(reader, whole.num_layers, arch, device)
     steps = local.num_layers + 1
     decoder.embed_tokens = _parameter(load_embedding(reader, arch, device, dtype))
     decoder.norm = load_norm(reader, arch.final_norm, whole.rms_norm_eps, device, dtype)
@@ -140,6 +143,24 @@ def load_embedding(
 ) -> Tensor:
     """The token embedding [vocab_size, hidden_size]."""
     return read_tensor(reader, arch.embedding, device, dtype)
+
+
+def load_kv_scales(
+    reader: CheckpointReader, num_layers: int, arch: Architecture, device: Device
+) -> KVScales | None:
+    """The calibrated scales of the KV cache, None where the checkpoint has none.
+
+    Raises `CheckpointError` naming a scale that is missing, not finite or not above 0.
+    """
+    quant = None if reader.layout is None else reader.layout.kv_cache
+    if quant is None:
+        return None
+    prefixes = [arch.block_prefix.format(layer=layer) for layer in range(num_layers)]
+    keys, values = (
+        torch.tensor([read_kv_scale(reader, p + suffix) for p in prefixes], device=device)
+        for suffix in SUFFIXES
+    )
+    return KVScales(quant=quant, keys=keys, values=values)
 
 
 def load_norm(

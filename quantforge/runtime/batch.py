@@ -91,6 +91,7 @@ class PagedAttention:
             "device": device.type,
             "dtype": dtype,
             "kv_dtype": cache.dtype,
+            "kv_scales": cache.storage.scale_kind,
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
@@ -122,7 +123,8 @@ class PagedAttention:
         assert batch is not None, "no batch is bound"
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         q, k = self.rope.run(q_THA, k_TJA, rope.cos, rope.sin)
-        self.kv_store.run(k, v_TJA, keys, values, batch.slot_mapping_T)
+        scales = self.cache.scales(layer)
+        self.kv_store.run(k, v_TJA, keys, values, batch.slot_mapping_T, *scales)
         out: Tensor = self.attention[layer].run(
             q,
             keys,
@@ -132,6 +134,7 @@ class PagedAttention:
             batch.context_len_S,
             self.scale,
             self.windows[layer],
+            *scales,
         )
         return out
 

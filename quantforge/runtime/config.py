@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from quantforge.errors import UsageError
 
+KV_CACHE_DTYPES = ("auto", "model", "fp8_e4m3", "fp8_e5m2", "int8")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -13,6 +15,8 @@ class EngineConfig:
     - `page_size`: tokens of one page of the KV cache;
     - `max_num_seqs`, `max_num_batched_tokens`: most sequences, and most tokens, of one step;
     - `max_model_len`: most tokens of a sequence, None for what the model was trained for;
+    - `kv_cache_dtype`: how keys and values are stored, one of `KV_CACHE_DTYPES`
+      (`runtime/kv/storage.py`);
     - `kv_cache_tokens`: size of the KV cache, None to size it by the memory that is there, of
       which a GPU's engine uses the share `gpu_memory_utilization` in all;
     - `seed`: from which requests without a seed of their own get theirs.
@@ -24,6 +28,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.90
     seed: int = 0
@@ -38,6 +43,10 @@ class EngineConfig:
             raise UsageError(
                 f"kv_cache_tokens {self.kv_cache_tokens} must be at least one page of "
                 f"{self.page_size} tokens"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UsageError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(

@@ -22,7 +22,7 @@ from quantforge.progress import Progress, silent
 from quantforge.runtime.batch import build_batch
 from quantforge.runtime.config import EngineConfig
 from quantforge.runtime.kv.pool import BlockManager
-from quantforge.runtime.limits import cache_limits
+from quantforge.runtime.limits import cache_limits, storage_of
 from quantforge.runtime.request import (
     Collected,
     Completion,
@@ -55,7 +55,9 @@ class Engine:
         self.dtype = decoder.embed_tokens.dtype
         self.vocab_size = decoder.config.vocab_size
         num_pages, self.max_model_len = cache_limits(decoder, self.config)
-        self._runner = Runner(decoder, num_pages, self.config.page_size)
+        storage = storage_of(decoder, self.config)
+        self.kv_cache = str(storage)
+        self._runner = Runner(decoder, num_pages, self.config.page_size, storage)
         self._sampler = Sampler(self.device, self.vocab_size)
         self.pool = BlockManager(num_pages, self.config.page_size)
         self.scheduler = Scheduler(

@@ -11,6 +11,7 @@ from quantforge.runtime.batch import build_batch
 from quantforge.runtime.config import EngineConfig
 from quantforge.runtime.kv import cache as kv_cache
 from quantforge.runtime.kv.pool import BlockManager
+from quantforge.runtime.kv.storage import KVStorage, kv_storage
 from quantforge.runtime.request import Request, SamplingParams
 from quantforge.runtime.runner import Runner
 from quantforge.runtime.scheduler import Chunk
@@ -29,15 +30,20 @@ def cache_limits(decoder: Decoder, config: EngineConfig) -> tuple[int, int]:
     return num_pages, _fit(length, num_pages * config.page_size, config)
 
 
+def storage_of(decoder: Decoder, config: EngineConfig) -> KVStorage:
+    """How the KV cache of an engine stores keys and values."""
+    return kv_storage(config.kv_cache_dtype, decoder.embed_tokens.dtype, decoder.kv_scales)
+
+
 def _cache_pages(decoder: Decoder, config: EngineConfig, max_model_len: int) -> int:
     """Pages of the KV cache: as many as `config` asks for, else what memory has room for, but no
     more than `max_num_seqs` sequences can fill. Raises `UnsupportedError` if there is none."""
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // config.page_size
-    device, dtype = decoder.embed_tokens.device, decoder.embed_tokens.dtype
+    device = decoder.embed_tokens.device
     peak_bytes = _peak_bytes(decoder, config, max_model_len) if device.type == "cuda" else 0
     room = kv_cache.free_bytes(device, config.gpu_memory_utilization, peak_bytes)
-    page_bytes = config.page_size * kv_cache.bytes_per_token(decoder.config, dtype)
+    page_bytes = config.page_size * storage_of(decoder, config).bytes_per_token(decoder.config)
     most = config.max_num_seqs * -(-max_model_len // config.page_size)
     pages = min(room // page_bytes, most)
     if pages < 1:
@@ -65,7 +71,7 @@ def _peak_bytes(decoder: Decoder, config: EngineConfig, max_model_len: int) -> i
     )
     pool.grow("profile", length)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = Runner(decoder, pool.num_pages, config.page_size)
+    runner = Runner(decoder, pool.num_pages, config.page_size, storage_of(decoder, config))
     hidden = runner.hidden(build_batch([Chunk.next_of(request, length)], pool, device))
     scores = decoder.logits(hidden[: config.max_num_seqs])
     del runner, hidden, scores

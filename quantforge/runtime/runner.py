@@ -13,6 +13,7 @@ from quantforge.models.decoder import Decoder
 from quantforge.models.linear import Linear, QuantizedInner
 from quantforge.runtime.batch import PagedAttention, StepBatch
 from quantforge.runtime.kv.cache import KVCache
+from quantforge.runtime.kv.storage import KVStorage
 from quantforge.runtime.scheduler import Chunk
 
 MAX_LOGITS_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -21,13 +22,19 @@ blocks that malloc hands out again, a GPU with ones that pay for reading the lm_
 
 
 class Runner:
-    """A decoder on its device with a KV cache of `num_pages` pages."""
+    """A decoder on its device with a KV cache of `num_pages` pages.
 
-    def __init__(self, decoder: Decoder, num_pages: int, page_size: int) -> None:
+    `storage` is how that holds keys and values, in the decoder's dtype by default.
+    """
+
+    def __init__(
+        self, decoder: Decoder, num_pages: int, page_size: int, storage: KVStorage | None = None
+    ) -> None:
         self.decoder = decoder
         self.device = decoder.embed_tokens.device
         self.dtype = decoder.embed_tokens.dtype
-        self.cache = KVCache(decoder.config, num_pages, page_size, self.dtype, self.device)
+        storage = storage or KVStorage(dtype=self.dtype)
+        self.cache = KVCache(decoder.config, num_pages, page_size, storage, self.device)
         self.attention = PagedAttention(decoder.config, self.cache, self.dtype, self.device)
 
     @torch.inference_mode()

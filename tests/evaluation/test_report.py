@@ -55,8 +55,18 @@ def document(fake_engine: Any, token_ids: list[int]) -> dict[str, Any]:
         perplexity=compared.model,
         comparison=compared,
         bits_per_weight=4.5,
-        engine={"device": "cpu", "dtype": "float32", "kernels": {"int4-g64-asym": "reference"}},
-        baseline_engine={"device": "cpu", "dtype": "float32", "kernels": {"float32": "dense"}},
+        engine={
+            "device": "cpu",
+            "dtype": "float32",
+            "kv_cache": "float32",
+            "kernels": {"int4-g64-asym": "reference"},
+        },
+        baseline_engine={
+            "device": "cpu",
+            "dtype": "float32",
+            "kv_cache": "float32",
+            "kernels": {"float32": "dense"},
+        },
         seconds=1.0,
     )
     section = GateSection(max_ppl_ratio=9.0, max_mean_kl=1e-6)

@@ -29,6 +29,7 @@ class StubEngine:
     """
 
     max_model_len = 128
+    kv_cache = "float32"
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -154,6 +154,7 @@ def test_serve_says_where_it_is_answers_and_ends_well(
         ready += line
     document = json.loads(ready)
     assert document["model"] == "m"
+    assert document["kv_cache"] == "float32"
     response = httpx.post(
         f"{document['url']}/v1/completions",
         json={"model": "m", "prompt": "The river", "max_tokens": 4, "ignore_eos": True},
