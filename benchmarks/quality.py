@@ -1,10 +1,13 @@
 """Quality and cost of quantization methods on one model, through the commands that users type.
 
-For each METHOD[:SCHEME] the model is quantized and compared with itself unquantized. A record holds
-perplexity, KL divergence, top-1 agreement, seconds and peak memory. Example::
+For each METHOD[:SCHEME], or quoted options of ``quantize``, the model is quantized and compared
+with itself unquantized. A record holds perplexity, KL divergence, top-1 agreement, seconds and peak
+memory. Quantizations run one after another; evaluations, whose time does not matter, `--jobs` at a
+time. Example::
 
     python benchmarks/quality.py models/dithered --calibration texts.jsonl --text wiki.test.txt \\
-        --run rtn --run awq --run awq:w4a16_sym --output benchmarks/results/quality-smollm2.json
+        --run rtn --run awq:w4a16_sym --run="--recipe best_w4a16" \\
+        --output benchmarks/results/quality-smollm2.json
 """
 
 import argparse
@@ -15,6 +18,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +30,28 @@ import quantforge
 
 def main() -> None:
     arguments = parse()
-    records = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for run in arguments.run:
-            method, _, scheme = run.partition(":")
-            record = measure(arguments, method, scheme or "w4a16", Path(scratch) / "checkpoint")
-            sys.stderr.write(json.dumps(record) + "\n")
-            records.append(record)
-            document = {**environment(arguments), "records": records}
-            text = json.dumps(document, indent=2) + "\n"
-            arguments.output.write_text(text, encoding="utf-8")  # each time: a run may be cut short
+    records: list[dict[str, Any]] = []
+    document = {**environment(arguments), "records": records}
+
+    def keep(record: dict[str, Any]) -> None:
+        sys.stderr.write(json.dumps(record) + "\n")
+        records.append(record)
+        text = json.dumps(document, indent=2) + "\n"
+        arguments.output.write_text(text, encoding="utf-8")  # each time: a run may be cut short
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as pool:
+        waiting = []
+        for number, run in enumerate(arguments.run):
+            folder = Path(scratch) / str(number)
+            try:
+                quantized = quantize(arguments, run, folder)
+            except subprocess.CalledProcessError as error:
+                keep({"run": run, "error": str(error)})
+                continue
+            waiting.append((run, quantized, folder))
+        evaluated = [pool.submit(evaluate, arguments, folder) for _, _, folder in waiting]
+        for (run, quantized, _), found in zip(waiting, evaluated, strict=True):
+            keep(record_of(run, quantized, found.result()))
 
 
 def parse() -> argparse.Namespace:
@@ -48,30 +65,46 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--run", action="append", required=True, help="METHOD[:SCHEME], repeatable")
+    parser.add_argument("--run", action="append", required=True, help="METHOD[:SCHEME]; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, help="evaluations at a time")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 
-def measure(
-    arguments: argparse.Namespace, method: str, scheme: str, folder: Path
-) -> dict[str, Any]:
-    """One record: quantize into `folder`, then compare with the source."""
-    shared = ["--device", arguments.device, "--dtype", arguments.dtype, "--json", "--quiet"]
-    quantized = quantforge_json(
-        "quantize", str(arguments.model), "--method", method, "--scheme", scheme,
+def shared_options(arguments: argparse.Namespace) -> list[str]:
+    return ["--device", arguments.device, "--dtype", arguments.dtype, "--json", "--quiet"]
+
+
+def quantize(arguments: argparse.Namespace, run: str, folder: Path) -> dict[str, Any]:
+    """What the command says of `run`, written to `folder`."""
+    if run.startswith("-"):
+        chosen = shlex.split(run)
+    else:
+        method, _, scheme = run.partition(":")
+        chosen = ["--method", method, "--scheme", scheme or "w4a16"]
+    return quantforge_json(
+        "quantize", str(arguments.model), *chosen,
         "--calibration", arguments.calibration, "--num-samples", str(arguments.num_samples),
         "--sequence-length", str(arguments.sequence_length), "--output", str(folder),
-        "--overwrite", *shared,
+        *shared_options(arguments),
     )  # fmt: skip
+
+
+def evaluate(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The checkpoint in `folder` beside the source."""
     limit = [] if arguments.max_tokens is None else ["--max-tokens", str(arguments.max_tokens)]
-    found = quantforge_json(
+    return quantforge_json(
         "eval", "ppl", str(folder), "--baseline", str(arguments.model), "--data", arguments.text,
-        "--window", str(arguments.window), *limit, *shared,
+        "--window", str(arguments.window), *limit, *shared_options(arguments),
     )  # fmt: skip
+
+
+def record_of(run: str, quantized: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     compared = found["comparison"]
+    methods = Counter(layer["method"] for layer in quantized["layers"])
     return {
-        "method": method,
+        "run": run,
+        "method": quantized["method"],
         "scheme": quantized["scheme"],
         "ppl": found["ppl"],
         "kl": compared["mean_kl"],
@@ -79,9 +112,11 @@ def measure(
         "ppl_baseline": compared["ppl_baseline"],
         "comparison": compared,
         "bits_per_weight": found["bits_per_weight"],
+        "methods_used": dict(methods),
         "seconds": quantized["seconds"],
         "peak_device_bytes": quantized["peak_device_bytes"],
         "peak_host_bytes": quantized["peak_host_bytes"],
+        "peak_host_anonymous_bytes": quantized["peak_host_anonymous_bytes"],
         "evaluation_seconds": found["seconds"],
         "kernels": found["engine"],
     }
