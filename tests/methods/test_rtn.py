@@ -11,6 +11,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from quantforge.errors import RecipeError
+from quantforge.methods._float_scale import search_float_scale
 from quantforge.methods.base import load_method
 from quantforge.methods.rtn import METHOD, RtnOptions
 from quantforge.schemes import TensorQuant
@@ -104,8 +105,44 @@ def test_linears_without_a_scheme_stay_dense(
     assert METHOD.quantize_block(task, RtnOptions()).qtensors.keys() == {"mlp.down_proj"}
 
 
-def test_rtn_needs_no_text_and_has_no_options() -> None:
+def test_rtn_needs_no_text_and_refuses_unknown_options() -> None:
     method = load_method("rtn")
     assert not method.needs_statistics
-    with pytest.raises(RecipeError, match="unknown option 'clip'; known: none"):
+    with pytest.raises(RecipeError, match="unknown option 'clip'; known: float_scales"):
         method.parse_options({"clip": True})
+
+
+FLOATS = [
+    TensorQuant(num_bits=8, dtype="float", granularity="channel"),
+    TensorQuant(num_bits=8, dtype="float", granularity="block", block_shape=(128, 128)),
+]
+
+
+@pytest.mark.parametrize("quant", FLOATS, ids=str)
+def test_a_searched_float_scale_loses_no_more_than_the_largest_magnitude_needs(
+    quant: TensorQuant,
+) -> None:
+    """Under every scale, and never by clamping: the largest weight keeps its code."""
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(1))
+    plain = search_float_scale(weight, quant, torch.float32, 1)
+    found = search_float_scale(weight, quant, torch.float32, 16)
+    assert bool((found >= plain).all())
+    assert bool((found < 2 * plain).all())
+    assert not torch.equal(found, plain)
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        rows, columns = quant.block_shape or (1, 300)
+        spread = scale.repeat_interleave(rows, 0)[:200].repeat_interleave(columns, 1)[:, :300]
+        rounded = (weight / spread).to(torch.float8_e4m3fn).float() * spread
+        assert float(rounded.abs().max()) > 0.9 * float(weight.abs().max())
+        squares = (rounded - weight).double().square()
+        parts = [b.sum() for r in squares.split(rows) for b in r.split(columns, 1)]
+        return torch.stack(parts)
+
+    assert bool((error(found) <= error(plain)).all())
+    assert float(error(found).sum()) < float(error(plain).sum())
+
+
+def test_a_number_of_float_scales_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(RecipeError, match="float_scales 0 must lie within 1 to 256"):
+        RtnOptions(float_scales=0)
