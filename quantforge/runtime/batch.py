@@ -12,6 +12,7 @@ key/value heads, A head dim.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from quantforge_kernels import kv_store, paged_attention
 from quantforge_kernels import rope as rope_op
@@ -23,6 +24,7 @@ from quantforge.models.config import ModelConfig
 from quantforge.models.rope import Rope
 from quantforge.runtime.kv.cache import KVCache
 from quantforge.runtime.kv.pool import BlockManager
+from quantforge.runtime.packing import to_device
 from quantforge.runtime.scheduler import Chunk
 
 
@@ -41,40 +43,47 @@ class StepBatch:
 
 
 def build_batch(chunks: Sequence[Chunk], pool: BlockManager, device: torch.device) -> StepBatch:
-    """The tensors of `chunks`, whose pages are in `pool`."""
+    """The tensors of `chunks`, whose pages are in `pool`; one copy takes them to `device`."""
     tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    positions, slots = [], []
     starts, contexts = [0], []
     tables, fresh = [], []
     page_size = pool.page_size
     for chunk in chunks:
         end = chunk.start + chunk.num_tokens
-        pages = pool.pages(chunk.request.request_id)
+        pages = np.asarray(pool.pages(chunk.request.request_id))
+        own = np.arange(chunk.start, end)
         tokens += chunk.request.token_ids[chunk.start : end]
-        positions += range(chunk.start, end)
-        slots += [
-            pages[p // page_size] * page_size + p % page_size for p in range(chunk.start, end)
-        ]
+        positions.append(own)
+        slots.append(pages[own // page_size] * page_size + own % page_size)
         starts.append(len(tokens))
         contexts.append(end)
         tables.append(pages[: pool.pages_for(end)])
         last_page = end // page_size
         if end % page_size and chunk.start <= last_page * page_size:
             fresh.append(pages[last_page])
-    width = max(len(table) for table in tables)
-
-    def put(values: Sequence[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
+    block_table = np.empty((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(block_table, tables, strict=True):
+        row[: len(table)] = table
+        row[len(table) :] = table[0]
+    columns = [
+        (torch.int64, tokens),
+        (torch.int64, np.concatenate(positions)),
+        (torch.int64, np.concatenate(slots)),
+        (torch.int32, block_table),
+        (torch.int32, starts),
+        (torch.int32, contexts),
+        (torch.int64, fresh),
+    ]
+    token_ids, position, slot, table_SB, start, context, fresh_pages = to_device(columns, device)
     return StepBatch(
-        token_ids_T=put(tokens, torch.int64),
-        positions_T=put(positions, torch.int64),
-        slot_mapping_T=put(slots, torch.int64),
-        block_table_SB=put([[*t, *[t[0]] * (width - len(t))] for t in tables], torch.int32),
-        query_start_S1=put(starts, torch.int32),
-        context_len_S=put(contexts, torch.int32),
-        fresh_pages=put(fresh, torch.int64) if fresh else None,
+        token_ids_T=token_ids,
+        positions_T=position,
+        slot_mapping_T=slot,
+        block_table_SB=table_SB,
+        query_start_S1=start,
+        context_len_S=context,
+        fresh_pages=fresh_pages if fresh else None,
     )
 
 

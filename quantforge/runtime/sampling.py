@@ -11,6 +11,7 @@ from quantforge_kernels.op import KernelUnavailableError
 from torch import Tensor
 
 from quantforge.errors import UnsupportedError
+from quantforge.runtime.packing import to_device
 from quantforge.runtime.request import Request, TokenLogprob
 
 NO_TOKEN = -1
@@ -56,20 +57,28 @@ class Sampler:
             greedy: Tensor = self.op.run(logits_RV, None, None, None, None, None, None)
             return greedy
 
-        def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
         top_k = [max(p.top_k, 0) for p in params]
         top_p = [p.top_p for p in params]
         min_p = [p.min_p for p in params]
+        columns = [
+            (torch.float32, [p.temperature for p in params]),
+            (torch.int64, top_k),
+            (torch.float32, top_p),
+            (torch.float32, min_p),
+            (torch.int64, [request.seed for request in requests]),
+            (torch.int64, [request.num_generated for request in requests]),
+        ]
+        temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R = to_device(
+            columns, self.device
+        )
         drawn: Tensor = self.op.run(
             logits_RV,
-            column([p.temperature for p in params], torch.float32),
-            column(top_k, torch.int64) if any(top_k) else None,
-            column(top_p, torch.float32) if min(top_p) < 1 else None,
-            column(min_p, torch.float32) if any(min_p) else None,
-            column([request.seed for request in requests], torch.int64),
-            column([request.num_generated for request in requests], torch.int64),
+            temperature_R,
+            top_k_R if any(top_k) else None,
+            top_p_R if min(top_p) < 1 else None,
+            min_p_R if any(min_p) else None,
+            seed_R,
+            position_R,
         )
         return drawn
 
