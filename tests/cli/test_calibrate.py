@@ -176,10 +176,8 @@ def test_an_interrupt_and_a_full_disk_leave_nothing(
 
 # --- help -----------------------------------------------------------------------------------------
 
-COMMANDS = [
-    (name.rstrip("_"), "ppl") if name == "eval" else (name.rstrip("_"),)
-    for name in entry_names(app.PACKAGE, app.SHARED)
-]
+GROUPS = {"eval": ("eval", "ppl"), "bench": ("bench", "latency")}
+COMMANDS = [GROUPS.get(name, (name.rstrip("_"),)) for name in entry_names(app.PACKAGE, app.SHARED)]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
