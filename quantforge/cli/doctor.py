@@ -53,6 +53,7 @@ def examine() -> Report:
         "disk": [_disk(Path.cwd()), _disk(cache_folder())],
         "kernel_mode": os.environ.get("QUANTFORGE_KERNELS", "auto"),
         "kernels": list(_kernels()),
+        "cuda_graphs": _graphs(),
     }
     return {**report, "problems": list(_problems(report))}
 
@@ -142,6 +143,15 @@ def _kernels() -> Iterator[Report]:
             }
 
 
+def _graphs() -> Report:
+    """Whether decode steps are recorded and replayed on the device that ``auto`` takes."""
+    from quantforge.device import resolve_device
+    from quantforge.runtime.graphs import refuse_graphs
+
+    reason = refuse_graphs(resolve_device("auto"))
+    return {"used": reason is None, "reason": reason}
+
+
 def _problems(report: Report) -> Iterator[str]:
     yield from _cuda_problems(report)
     for entry in report["kernels"]:
@@ -218,6 +228,8 @@ def _lines(report: Report) -> Iterator[str]:
         )
         for name, reason in entry["refused"].items():
             yield f"        not {name}: {reason}"
+    graphs = report["cuda_graphs"]
+    yield f"graphs      {'of decode steps' if graphs['used'] else 'none: ' + graphs['reason']}"
     problems = report["problems"]
     yield f"problems    {'none' if not problems else len(problems)}"
     yield from (f"  {problem}" for problem in problems)

@@ -14,6 +14,7 @@ from quantforge.cli.options import (
     JsonOption,
     KVCacheOption,
     ModelArgument,
+    NoCudaGraphsOption,
     QuietOption,
 )
 from quantforge.errors import QuantForgeError, UsageError
@@ -58,6 +59,7 @@ def register(app: typer.Typer) -> None:
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
         kv_cache_dtype: KVCacheOption = "auto",
+        no_cuda_graphs: NoCudaGraphsOption = False,
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -82,6 +84,7 @@ def register(app: typer.Typer) -> None:
             dtype=dtype,
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
+            cuda_graphs="off" if no_cuda_graphs else "auto",
             seed=seed,
         )
         with console.progress() as progress:

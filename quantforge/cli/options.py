@@ -34,6 +34,12 @@ KVCacheOption = Annotated[
         "else the model's dtype.",
     ),
 ]
+NoCudaGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-cuda-graphs", help="Launch every kernel of a decode step anew, to look for errors."
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")
 ]

@@ -11,6 +11,7 @@ from quantforge.cli.options import (
     JsonOption,
     KVCacheOption,
     ModelArgument,
+    NoCudaGraphsOption,
     QuietOption,
 )
 from quantforge.errors import UsageError
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
         device: DeviceOption = "auto",
         dtype: DTypeOption = "auto",
         kv_cache_dtype: KVCacheOption = "auto",
+        no_cuda_graphs: NoCudaGraphsOption = False,
         json_output: JsonOption = False,
         quiet: QuietOption = False,
     ) -> None:
@@ -76,6 +78,7 @@ def register(app: typer.Typer) -> None:
                 dtype=dtype,
                 max_model_len=max_model_len,
                 kv_cache_dtype=kv_cache_dtype,
+                cuda_graphs="off" if no_cuda_graphs else "auto",
             )
             engine = Engine.from_folder(folder, config, progress=progress)
         assert engine.tokenizer is not None, "a folder without a tokenizer was refused"

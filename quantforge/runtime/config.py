@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from quantforge.errors import UsageError
 
 KV_CACHE_DTYPES = ("auto", "model", "fp8_e4m3", "fp8_e5m2", "int8")
+CUDA_GRAPHS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,8 @@ class EngineConfig:
       (`runtime/kv/storage.py`);
     - `kv_cache_tokens`: size of the KV cache, None to size it by the memory that is there, of
       which a GPU's engine uses the share `gpu_memory_utilization` in all;
+    - `cuda_graphs`: ``auto`` replays decode steps as CUDA graphs where that works, ``on`` refuses
+      to go on where it does not, ``off`` never does;
     - `seed`: from which requests without a seed of their own get theirs.
     """
 
@@ -31,6 +34,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.90
+    cuda_graphs: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +51,10 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UsageError(
                 f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}"
+            )
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise UsageError(
+                f"cuda_graphs {self.cuda_graphs!r} is not one of {', '.join(CUDA_GRAPHS)}"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(

@@ -21,6 +21,7 @@ from quantforge.models.tokenizer import Tokenizer, load_tokenizer
 from quantforge.progress import Progress, silent
 from quantforge.runtime.batch import build_batch
 from quantforge.runtime.config import EngineConfig
+from quantforge.runtime.graphs import DecodeSteps
 from quantforge.runtime.kv.pool import BlockManager
 from quantforge.runtime.limits import cache_limits, storage_of
 from quantforge.runtime.request import (
@@ -58,6 +59,12 @@ class Engine:
         storage = storage_of(decoder, self.config)
         self.kv_cache = str(storage)
         self._runner = Runner(decoder, num_pages, self.config.page_size, storage)
+        self._decode = DecodeSteps.for_runner(
+            self._runner,
+            self.config.cuda_graphs,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
         self._sampler = Sampler(self.device, self.vocab_size)
         self.pool = BlockManager(num_pages, self.config.page_size)
         self.scheduler = Scheduler(
@@ -85,8 +92,13 @@ class Engine:
         return cls(decoder, tokenizer, config)
 
     def kernels(self) -> dict[str, str]:
-        """Op, or scheme of a linear, -> name of the kernel that serves it."""
-        return {**self._runner.kernels(), "sample": self._sampler.op.name}
+        """Op, or scheme of a linear, -> name of the kernel that serves it; ``decode_step`` says
+        whether decode steps are CUDA graphs, or why not."""
+        return {
+            **self._runner.kernels(),
+            "sample": self._sampler.op.name,
+            "decode_step": self._decode.kernel,
+        }
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -227,6 +239,8 @@ class Engine:
         self._arrivals += 1
 
     def _hidden(self, schedule: Schedule) -> Tensor:
+        if schedule.chunks[-1].num_tokens == 1:  # the last is the longest: all decode
+            return self._decode.hidden(schedule.chunks, self.pool)
         return self._runner.hidden(build_batch(schedule.chunks, self.pool, self.device))
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ from quantforge.models.config import ModelConfig
 from quantforge.models.decoder import Decoder
 from quantforge.runtime.batch import build_batch
 from quantforge.runtime.config import EngineConfig
+from quantforge.runtime.graphs import GRAPH_BYTES, batch_ladder
 from quantforge.runtime.kv import cache as kv_cache
 from quantforge.runtime.kv.pool import BlockManager
 from quantforge.runtime.kv.storage import KVStorage, kv_storage
@@ -37,14 +38,15 @@ def storage_of(decoder: Decoder, config: EngineConfig) -> KVStorage:
 
 def _cache_pages(decoder: Decoder, config: EngineConfig, max_model_len: int) -> int:
     """Pages of the KV cache: as many as `config` asks for, else what memory has room for, but no
-    more than `max_num_seqs` sequences can fill. Raises `UnsupportedError` if there is none."""
+    more than `max_num_seqs` sequences can fill, and the page for each that admission leaves over.
+    Raises `UnsupportedError` if there is none."""
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // config.page_size
     device = decoder.embed_tokens.device
     peak_bytes = _peak_bytes(decoder, config, max_model_len) if device.type == "cuda" else 0
     room = kv_cache.free_bytes(device, config.gpu_memory_utilization, peak_bytes)
     page_bytes = config.page_size * storage_of(decoder, config).bytes_per_token(decoder.config)
-    most = config.max_num_seqs * -(-max_model_len // config.page_size)
+    most = config.max_num_seqs * (-(-max_model_len // config.page_size) + 1)
     pages = min(room // page_bytes, most)
     if pages < 1:
         raise UnsupportedError(
@@ -56,12 +58,42 @@ def _cache_pages(decoder: Decoder, config: EngineConfig, max_model_len: int) -> 
 
 
 def _peak_bytes(decoder: Decoder, config: EngineConfig, max_model_len: int) -> int:
-    """GPU memory at the peak of the largest step, measured by running one."""
+    """GPU memory at the peak of the largest step, measured by running one, and what the CUDA
+    graphs of decode steps will hold."""
     device = decoder.embed_tokens.device
-    length = min(config.max_num_batched_tokens, max_model_len)
-    pool = BlockManager(-(-length // config.page_size), config.page_size)
+    num_seqs = config.max_num_seqs
+    budget = config.max_num_batched_tokens
+    lengths: list[int] = []
+    while budget and len(lengths) < num_seqs:
+        lengths.append(min(budget, max_model_len))
+        budget -= lengths[-1]
+    pages = sum(-(-length // config.page_size) for length in lengths)
+    pool = BlockManager(max(pages, num_seqs), config.page_size)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner = Runner(decoder, pool.num_pages, config.page_size, storage_of(decoder, config))
+    chunks = [_profile_chunk(pool, f"prefill-{i}", n) for i, n in enumerate(lengths)]
+    hidden = runner.hidden(build_batch(chunks, pool, device))
+    scores = decoder.logits(hidden[:num_seqs])
+    del hidden, scores
+    peak = torch.cuda.max_memory_allocated(device)
+    if config.cuda_graphs != "off":
+        for chunk in chunks:
+            pool.release(chunk.request.request_id)
+        chunks = [_profile_chunk(pool, f"decode-{i}", 1) for i in range(num_seqs)]
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.hidden(build_batch(chunks, pool, device))
+        peak += torch.cuda.max_memory_allocated(device) - before
+        peak += GRAPH_BYTES * len(batch_ladder(num_seqs))
+    del runner
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _profile_chunk(pool: BlockManager, request_id: str, length: int) -> Chunk:
+    """A prompt of `length` tokens, with pages of `pool`."""
     request = Request(
-        request_id="profile",
+        request_id=request_id,
         token_ids=[0] * length,
         num_prompt=length,
         params=SamplingParams(),
@@ -69,15 +101,8 @@ def _peak_bytes(decoder: Decoder, config: EngineConfig, max_model_len: int) -> i
         seed=0,
         arrival=0,
     )
-    pool.grow("profile", length)
-    torch.cuda.reset_peak_memory_stats(device)
-    runner = Runner(decoder, pool.num_pages, config.page_size, storage_of(decoder, config))
-    hidden = runner.hidden(build_batch([Chunk.next_of(request, length)], pool, device))
-    scores = decoder.logits(hidden[: config.max_num_seqs])
-    del runner, hidden, scores
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.empty_cache()
-    return peak
+    assert pool.grow(request_id, length)
+    return Chunk.next_of(request, length)
 
 
 def _sequence_limit(config: ModelConfig, asked: int | None) -> int:

@@ -37,6 +37,7 @@ def test_json_is_one_document_and_exit_code_0(capsys: pytest.CaptureFixture[str]
         report["disk"]
     )
     assert report["cuda"]["available"] == torch.cuda.is_available()
+    assert report["cuda_graphs"]["used"] == torch.cuda.is_available()
 
 
 def test_every_preset_has_a_kernel_on_this_machine() -> None:

@@ -339,7 +339,7 @@ def test_kernels_are_named_for_every_op_and_every_kind_of_linear(
 ) -> None:
     folder = tiny_model()
     kernels = make_engine(folder).kernels()
-    ops = {"rope", "kv_store", "paged_attention", "rms_norm", "silu_mul", "sample"}
+    ops = {"rope", "kv_store", "paged_attention", "rms_norm", "silu_mul", "sample", "decode_step"}
     assert set(kernels) == {*ops, "float32"}
     assert kernels["float32"] == "dense"
     monkeypatch.setenv("QUANTFORGE_KERNELS", "triton")

@@ -28,7 +28,7 @@ class BlockManager:
         return -(-num_tokens // self.page_size)
 
     def pages(self, owner: str) -> Sequence[int]:
-        """The pages of `owner`, in the order of its tokens."""
+        """The pages of `owner`, in the order of its tokens: another list whenever they change."""
         return self._owned.get(owner, ())
 
     def owners(self) -> frozenset[str]:
