@@ -7,6 +7,7 @@ Legend: N out features, K in features.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from quantforge_kernels.op import KernelUnavailableError
@@ -157,9 +158,12 @@ class _Maker:
         if (reason := scheme.refuse_shape((n, k))) is not None:
             raise UnsupportedError(f"a linear of {n} outputs and {k} inputs: {reason}")
         try:
-            linear.load_quantized(
-                self.qtensor(scheme.weight, n, k), bias_N, self.dtype, scheme.activation
-            )
+            qtensor = self.qtensor(scheme.weight, n, k)
+            if scheme.has_static_inputs:  # inputs of about 1: the largest code at 8
+                code_max = 448.0 if scheme.weight.dtype == "float" else 127.0
+                scale = torch.full((1,), 8 / code_max, device=self.device, dtype=self.dtype)
+                qtensor = replace(qtensor, input_scale=scale)
+            linear.load_quantized(qtensor, bias_N, self.dtype, scheme.activation)
         except KernelUnavailableError as error:
             raise UnsupportedError(str(error)) from error
         return linear
