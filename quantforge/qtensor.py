@@ -126,14 +126,17 @@ def _largest(weight_NK: Tensor, quant: TensorQuant) -> Tensor:
 
 
 def minmax_scale(
-    weight_NK: Tensor, quant: TensorQuant, shrink: Tensor | float = 1.0
+    weight_NK: Tensor,
+    quant: TensorQuant,
+    shrink: Tensor | float = 1.0,
+    shrink_high: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [N, G] and zero point (int8, None when symmetric) that cover the range of each group.
 
     Symmetric: ``max|w| / ((2^b - 1) / 2)``. Asymmetric: ``(max - min) / (2^b - 1)`` over a range
     that holds zero, zero point ``round(code_min - min / scale)`` (compressed-tensors' rules).
-    E4M3: ``max|w| / 448``. `shrink` (a number, or [N, G]) multiplies the range: clipping. A group
-    of zeros gets scale 1.
+    E4M3: ``max|w| / 448``. `shrink` (a number, or [N, G]) multiplies the range: clipping; with
+    `shrink_high` only its lower end, the upper end by that. A group of zeros gets scale 1.
     """
     if quant.dtype == "float":
         return fp8_scale(_largest(weight_NK.float(), quant) * shrink), None
@@ -144,7 +147,7 @@ def minmax_scale(
         scale = grouped.abs().amax(-1) * shrink / (steps / 2)
         return torch.where(scale == 0, 1.0, scale), None
     low = grouped.amin(-1).clamp(max=0) * shrink
-    high = grouped.amax(-1).clamp(min=0) * shrink
+    high = grouped.amax(-1).clamp(min=0) * (shrink if shrink_high is None else shrink_high)
     scale = (high - low) / steps
     scale = torch.where(scale == 0, 1.0, scale)
     zero_point = (code_min - low / scale).round().clamp(code_min, code_max)

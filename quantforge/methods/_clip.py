@@ -14,6 +14,8 @@ from quantforge.schemes import TensorQuant
 
 MIN_SHRINK = 0.7
 SHRINK_STEP = 0.025
+END_MOVES = (2, 1)
+"""Steps by which each end of a range is moved by itself, either way, round after round."""
 
 
 def round_clipped(
@@ -24,20 +26,22 @@ def round_clipped(
     *,
     min_shrink: float = MIN_SHRINK,
     shrink_step: float = SHRINK_STEP,
+    separate_ends: bool = False,
 ) -> QuantizedTensor:
     """The weight rounded to nearest under the shrunk ranges that lose least, group by group.
 
     `min_shrink` is the smallest share of its range that a group may keep.
     """
-    shrink_NG = search_clip(
+    low_NG, high_NG = search_clip(
         weight_NK,
         quant,
         second_moment,
         scale_dtype,
         min_shrink=min_shrink,
         shrink_step=shrink_step,
+        separate_ends=separate_ends,
     )
-    scale, zero_point = minmax_scale(weight_NK, quant, shrink_NG)
+    scale, zero_point = minmax_scale(weight_NK, quant, low_NG, high_NG)
     return quantize(weight_NK, quant, scale, zero_point, scale_dtype)
 
 
@@ -49,8 +53,9 @@ def search_clip(
     *,
     min_shrink: float,
     shrink_step: float,
-) -> Tensor:
-    """Share of its range that each group keeps, [N, G].
+    separate_ends: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Shares of the lower and of the upper end of its range that each group keeps, [N, G] both.
 
     A group's own contribution to the output error, ``e G_gg e.T``, is minimised; the groups'
     interactions are left out, as in AWQ's clipping. Rows go by chunks, which keeps the temporary
@@ -60,10 +65,11 @@ def search_clip(
     by_rows = quant.granularity in ("channel", "group")
     rows = chunk_rows(weight_NK) if by_rows else len(weight_NK)
     found = [
-        _search_rows(part, quant, blocks, scale_dtype, min_shrink, shrink_step)
+        _search_rows(part, quant, blocks, scale_dtype, min_shrink, shrink_step, separate_ends)
         for part in torch.split(weight_NK, rows)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    lows, highs = zip(*found, strict=True)
+    return torch.cat(lows), torch.cat(highs)
 
 
 def _search_rows(
@@ -73,26 +79,39 @@ def _search_rows(
     scale_dtype: torch.dtype,
     min_shrink: float,
     shrink_step: float,
-) -> Tensor:
-    """`search_clip` of a few rows; `blocks` as `diagonal_blocks` gives them."""
-    groups = len(blocks)
-    steps = round((1 - min_shrink) / shrink_step)
-    best_error, best_shrink = None, None
-    for step in range(steps + 1):
-        shrink = 1 - step * shrink_step
-        scale, zero_point = minmax_scale(weight_NK, quant, shrink)
+    separate_ends: bool,
+) -> tuple[Tensor, Tensor]:
+    """`search_clip` of a few rows; `blocks` as `diagonal_blocks` gives them.
+
+    Both ends together over all steps; then, where the grid has zero points and it is wanted, each
+    end by itself.
+    """
+    rows, groups = len(weight_NK), len(blocks)
+    ones = torch.ones(rows, groups, device=weight_NK.device)
+    best = torch.full_like(ones, torch.inf)
+    low, high = ones, ones
+
+    def consider(new_low: Tensor, new_high: Tensor) -> None:
+        nonlocal best, low, high
+        new_low, new_high = (x.clamp(min_shrink, 1) for x in (new_low, new_high))
+        scale, zero_point = minmax_scale(weight_NK, quant, new_low, new_high)
         restored = quantize(weight_NK, quant, scale, zero_point, scale_dtype)
-        delta = restored.dequantize(torch.float32).sub_(weight_NK)
-        delta = delta.reshape(len(weight_NK), groups, -1)
+        delta = restored.dequantize(torch.float32).sub_(weight_NK).reshape(rows, groups, -1)
         error = _block_error(delta, blocks)
-        if best_error is None or best_shrink is None:
-            best_error, best_shrink = error, torch.ones_like(error)
-            continue
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_shrink = torch.where(better, shrink, best_shrink)
-    assert best_shrink is not None
-    return best_shrink
+        better = error < best
+        best = torch.where(better, error, best)
+        low, high = torch.where(better, new_low, low), torch.where(better, new_high, high)
+
+    for step in range(round((1 - min_shrink) / shrink_step) + 1):
+        consider(ones - step * shrink_step, ones - step * shrink_step)
+    if separate_ends and not quant.symmetric:
+        for move in END_MOVES:
+            start_low, start_high = low, high
+            for side in (-move, move):
+                consider(start_low + side * shrink_step, high)
+            for side in (-move, move):
+                consider(low, start_high + side * shrink_step)
+    return low, high
 
 
 def diagonal_blocks(second_moment: Tensor, groups: int) -> Tensor:

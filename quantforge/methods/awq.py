@@ -41,7 +41,8 @@ FINE_STEPS = (0.1, 0.05)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwqOptions:
     """`scale` and `clip` switch the two halves off; `duo_scaling` is ``both``, ``yes`` or ``no``;
-    `min_shrink` is the smallest share of its range that clipping may leave to a group.
+    `min_shrink` is the smallest share of its range that clipping may leave to a group, and
+    `separate_ends` also moves the two ends of a range by themselves (grids with zero points).
 
     Without duo scaling the search costs half as much and the outcome is level: on a 135M model (W4,
     group 64, two settings of the clipping) KL 0.158 and 0.160 without, 0.159 and 0.155 with it.
@@ -52,6 +53,7 @@ class AwqOptions:
     duo_scaling: str = "no"
     min_shrink: float = MIN_SHRINK
     shrink_step: float = SHRINK_STEP
+    separate_ends: bool = False
 
     def __post_init__(self) -> None:
         if self.duo_scaling not in ("both", "yes", "no"):
@@ -143,6 +145,7 @@ def round_nearest(
         scale_dtype,
         min_shrink=options.min_shrink,
         shrink_step=options.shrink_step,
+        separate_ends=options.separate_ends,
     )
 
 

@@ -259,7 +259,8 @@ def test_clipping_equals_brute_force_and_never_loses_more_than_the_whole_range(
     weight, x = block.task.weights["mlp.down_proj"], block.inputs["down"]
     moment = block.task.statistics["down"].second_moment
     options = {"min_shrink": 0.6, "shrink_step": 0.05}
-    chosen = search_clip(weight, quant, moment, torch.float32, **options)
+    chosen, upper = search_clip(weight, quant, moment, torch.float32, **options)
+    assert torch.equal(chosen, upper)
 
     def losses(shrink: Tensor | float) -> Tensor:
         delta = (plain_round(weight, quant, shrink) - weight).reshape(len(weight), -1, 32)
@@ -277,6 +278,19 @@ def test_clipping_equals_brute_force_and_never_loses_more_than_the_whole_range(
 
     rounded = round_clipped(weight, quant, moment, torch.float32, **options).dequantize()
     torch.testing.assert_close(rounded, plain_round(weight, quant, chosen), rtol=1e-5, atol=1e-6)
+
+    apart = round_clipped(weight, quant, moment, torch.float32, **options, separate_ends=True)
+    delta = (apart.dequantize() - weight).reshape(len(weight), -1, 32)
+    parts = x.reshape(len(x), -1, 32)
+    if diagonal:
+        moved = torch.einsum("mgs,ngs->ng", parts.square(), delta.square()) / len(x)
+    else:
+        moved = torch.einsum("mgs,ngs->mng", parts, delta).square().mean(0)
+    assert bool((moved <= ours * 1.001).all())
+    if quant.symmetric:
+        assert torch.equal(apart.dequantize(), rounded)
+    else:
+        assert float(moved.sum()) < float(ours.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
