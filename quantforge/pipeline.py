@@ -195,6 +195,7 @@ class Quantizer:
             layer,
             device=self.device,
             dtype=self.dtype,
+            fused=True,
         )
 
     def _quantize_block(self, layer: int) -> None:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32)
 
 
 def refuse_triton(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:

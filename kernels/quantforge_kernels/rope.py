@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge_kernels._triton import HALF, refuse_triton
+from quantforge_kernels._triton import FLOATS, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 
@@ -27,7 +27,7 @@ def reference(
 
 
 def _supports_triton(*, device: str, dtype: torch.dtype, **problem: Any) -> str | None:
-    return refuse_triton(device, dtype, HALF)
+    return refuse_triton(device, dtype, FLOATS)
 
 
 def _run_triton(*args: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantforge_kernels._triton import HALF, refuse_triton
+from quantforge_kernels._triton import FLOATS, refuse_triton
 from quantforge_kernels.op import Candidate, Op
 
 
@@ -16,7 +16,7 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _supports_triton(*, device: str, dtype: torch.dtype, **problem: Any) -> str | None:
-    return refuse_triton(device, dtype, HALF)
+    return refuse_triton(device, dtype, FLOATS)
 
 
 def _run_triton(*args: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """Dense causal attention for whole sequences of one length: calibration and plain scoring."""
 
+import torch
 import torch.nn.functional as F
 from quantforge_kernels import rope as rope_op
 from torch import Tensor
@@ -20,8 +21,10 @@ class CausalAttention:
         self.num_sequences = num_sequences
 
     def attend(self, layer: int, q_THA: Tensor, k_TJA: Tensor, v_TJA: Tensor, rope: Rope) -> Tensor:
-        q, k = rope_op.OP.reference.run(q_THA, k_TJA, rope.cos, rope.sin)
-
+        rotate = rope_op.OP.reference.run
+        if torch.is_inference_mode_enabled():  # kernels have no backward pass
+            rotate = rope_op.OP.select(device=q_THA.device.type, dtype=q_THA.dtype).run
+        q, k = rotate(q_THA, k_TJA, rope.cos, rope.sin)
         repeat = self.config.num_heads // self.config.num_kv_heads
 
         def heads_first(x: Tensor, repeat: int = 1) -> Tensor:

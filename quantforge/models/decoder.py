@@ -133,6 +133,25 @@ class DecoderBlock(nn.Module):
         return self.mlp(normed), residual
 
 
+def bind_ops(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Chooses the ops of every norm and MLP in `model`; until then they are the references.
+
+    Kernels have no backward pass. Raises `UnsupportedError` with the reason when
+    QUANTFORGE_KERNELS forbids what is left.
+    """
+    problem = {"device": device.type, "dtype": dtype}
+    try:
+        norm = rms_norm.OP.select(**problem).run
+        activate = silu_mul.OP.select(**problem).run
+    except KernelUnavailableError as error:
+        raise UnsupportedError(str(error)) from error
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.run = norm
+        elif isinstance(module, MLP):
+            module.activate = activate
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and lm_head (the embedding itself when tied).
 
@@ -152,21 +171,8 @@ class Decoder(nn.Module):
         self.kv_scales: KVScales | None = None
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Chooses the ops for `device` and `dtype`; until then they are the references.
-
-        Raises `UnsupportedError` with the reason when QUANTFORGE_KERNELS forbids what is left.
-        """
-        problem = {"device": device.type, "dtype": dtype}
-        try:
-            norm = rms_norm.OP.select(**problem).run
-            activate = silu_mul.OP.select(**problem).run
-        except KernelUnavailableError as error:
-            raise UnsupportedError(str(error)) from error
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.run = norm
-            elif isinstance(module, MLP):
-                module.activate = activate
+        """Chooses the ops for `device` and `dtype`, as `bind_ops`."""
+        bind_ops(self, device, dtype)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, backend: AttentionBackend

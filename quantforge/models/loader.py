@@ -19,7 +19,7 @@ from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import UnsupportedError, UsageError
 from quantforge.models.arch.base import Architecture
 from quantforge.models.config import ModelConfig
-from quantforge.models.decoder import Decoder, DecoderBlock, RMSNorm
+from quantforge.models.decoder import Decoder, DecoderBlock, RMSNorm, bind_ops
 from quantforge.models.expected import (
     block_linears,
     check_block,
@@ -117,9 +117,11 @@ def load_block(
     *,
     device: Device,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> DecoderBlock:
     """Block `layer` with dense linears apart, as the quantizer works on it.
 
+    `fused` binds the kernels of the device, which have no backward pass, to its norms and MLP.
     Raises `UsageError` when its linears are quantized already, `CheckpointError` as `load_decoder`.
     """
     prefix = arch.block_prefix.format(layer=layer)
@@ -135,6 +137,8 @@ def load_block(
         block = DecoderBlock(config, layer)
     source = _Source(reader=reader, device=device, dtype=dtype, part=Partition())
     _fill_block(block, source, prefix, merge=False)
+    if fused:
+        bind_ops(block, torch.device(device), dtype)
     return block
 
 

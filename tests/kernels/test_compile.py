@@ -75,11 +75,11 @@ def _sizes(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32")
 
 
-def _rms_norm(name: str, size: int, *, has_residual: bool) -> Case:
+def _rms_norm(name: str, size: int, *, has_residual: bool, dtype: str = "bf16") -> Case:
     sizes = ("num_rows", "size", "inner_rows", "outer_stride", "inner_stride", "residual_stride")
     return Case(
         name=name,
-        types=_pointers("bf16", "x", "residual", "weight", "normed", "total")
+        types=_pointers(dtype, "x", "residual", "weight", "normed", "total")
         | {"eps": "fp32"}
         | _sizes(*sizes),
         constants={
@@ -92,20 +92,21 @@ def _rms_norm(name: str, size: int, *, has_residual: bool) -> Case:
     )
 
 
-SILU_MUL = Case(
-    name="bf16",
-    types=_pointers("bf16", "gate", "up", "out") | _sizes("size", "gate_stride", "up_stride"),
-    constants={"BLOCK": 1024},
-    multiples_of_16=("size", "gate_stride", "up_stride"),
-    options={"num_warps": 4},
-)
+def _silu_mul(dtype: str) -> Case:
+    return Case(
+        name=dtype,
+        types=_pointers(dtype, "gate", "up", "out") | _sizes("size", "gate_stride", "up_stride"),
+        constants={"BLOCK": 1024},
+        multiples_of_16=("size", "gate_stride", "up_stride"),
+        options={"num_warps": 4},
+    )
 
 
-def _rope(head_dim: int) -> Case:
+def _rope(head_dim: int, dtype: str = "bf16") -> Case:
     strides = [f"{x}_{of}_stride" for x in "qk" for of in ("token", "head")]
     return Case(
-        name=f"head{head_dim}",
-        types=_pointers("bf16", "q", "k", "cos", "sin", "q_out", "k_out")
+        name=f"head{head_dim}-{dtype}",
+        types=_pointers(dtype, "q", "k", "cos", "sin", "q_out", "k_out")
         | _sizes("num_heads", "num_kv_heads", "query_blocks", *strides, "table_stride"),
         constants={"HEAD_DIM": head_dim, "BLOCK_H": 8, "BLOCK_F": max(16, head_dim // 2)},
         multiples_of_16=(*strides, "table_stride"),
@@ -247,9 +248,10 @@ CASES: dict[str, tuple[Case, ...]] = {
         _rms_norm("heads", 128, has_residual=False),
         _rms_norm("hidden", 4096, has_residual=True),
         _rms_norm("wide", 16384, has_residual=True),
+        _rms_norm("float32", 4096, has_residual=True, dtype="fp32"),
     ),
-    "silu_mul_kernel": (SILU_MUL,),
-    "rope_kernel": (_rope(64), _rope(128)),
+    "silu_mul_kernel": (_silu_mul("bf16"), _silu_mul("fp32")),
+    "rope_kernel": (_rope(64), _rope(128), _rope(128, "fp32")),
     "kv_store_kernel": (KV_STORE,),
     "paged_decode_kernel": (
         _attention("head128", 128, 4, 0),

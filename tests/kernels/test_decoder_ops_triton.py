@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF, WIDE = torch.float16, torch.float32
-DTYPES = [HALF, WIDE] if INTERPRETED else [torch.bfloat16, HALF]
+DTYPES = [HALF, WIDE] if INTERPRETED else [torch.bfloat16, HALF, WIDE]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 on_triton = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("default")
@@ -237,8 +237,11 @@ def test_kernels_say_why_they_refuse() -> None:
     problem = {"device": "cuda", "dtype": torch.float32, "kv_dtype": torch.float32}
     problem |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
     reason = "takes bfloat16 or float16, not torch.float32"
-    for op in (rms_norm.OP, silu_mul.OP, rope.OP, paged_attention.OP):
-        assert op.explain(**problem)["triton"] == reason
+    assert paged_attention.OP.explain(**problem)["triton"] == reason
+    for op in (rms_norm.OP, silu_mul.OP, rope.OP):
+        assert op.explain(device="cuda", dtype=torch.float32)["triton"] is None
+        wide = op.explain(device="cuda", dtype=torch.float64)["triton"]
+        assert wide == "takes bfloat16 or float16 or float32, not torch.float64"
     assert rms_norm.OP.explain(device="cpu", dtype=torch.bfloat16)["triton"] == (
         "runs on cuda, not on cpu"
     )
