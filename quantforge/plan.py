@@ -92,9 +92,9 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
     if not targets:
         raise RecipeError(f"ignore {list(section.ignore)} leaves nothing to quantize")
     scheme = resolve_scheme(section, {name: shapes[name] for name in targets})
-    if scheme.weight.dtype not in method.code_types:
+    if not {scheme.weight.dtype, scheme.weight.code_type} & set(method.code_types):
         raise RecipeError(
-            f"method {method.name} does not round to {scheme.weight.dtype} codes, which scheme "
+            f"method {method.name} does not round to {scheme.weight.code_type} codes, which scheme "
             f"{section.scheme} has; use method rtn"
         )
     refuse_misfits({name: shapes[name] for name in targets}, scheme)
@@ -172,7 +172,7 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
             f"{scheme.weight}; leave group_size at auto"
         )
     if size == "auto":
-        if scheme.weight.granularity != "group":
+        if scheme.weight.granularity != "group" or scheme.weight.dtype != "int":
             return scheme
         for candidate in AUTO_GROUP_SIZES:
             if all(columns % candidate == 0 for _, columns in shapes.values()):

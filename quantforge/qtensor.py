@@ -6,14 +6,20 @@ not packed and are signed: 4-bit codes lie in -8..7, and so do their zero points
 Legend: N out features, K in features, G groups of K.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from quantforge_kernels.rounding import (
     fp8_scale,
+    mxfp4_scale,
+    nvfp4_global_scale,
+    nvfp4_scale,
+    round_from_fp4,
     round_from_fp8,
     round_from_int,
+    round_to_fp4,
     round_to_fp8,
     round_to_int,
     spread_blocks,
@@ -28,15 +34,15 @@ from quantforge.schemes import TensorQuant
 class QuantizedTensor:
     """A weight as codes with scales.
 
-    - `codes` int8 [N, K], or float8_e4m3fn [N, K] for E4M3;
+    - `codes` int8 [N, K], float8_e4m3fn [N, K] for E4M3, or uint8 [N, K] of 0 .. 15 for E2M1;
     - `scale` [N, G] (G = 1 for channel), [1, 1] for tensor, [ceil(N/bn), ceil(K/bk)] for block;
       multiplies;
     - `zero_point` int8, the shape of `scale`, or None when symmetric;
     - `quant` the scheme of the weight.
 
-    Fields that only some schemes have: `global_scale` (FP4), `input_scale` [1] (static inputs),
-    `permutation` int64 [K] (imported activation-ordered checkpoints: column j of `codes` multiplies
-    input ``permutation[j]``), `codebook` (NF4).
+    Fields that only some schemes have: `global_scale` float32 [1], which divides (NVFP4),
+    `input_scale` [1] (static inputs), `permutation` int64 [K] (imported activation-ordered
+    checkpoints: column j of `codes` multiplies input ``permutation[j]``), `codebook` (NF4).
     """
 
     codes: Tensor
@@ -57,6 +63,10 @@ class QuantizedTensor:
 
         Columns are in the order of the inputs, whatever the permutation.
         """
+        if self.quant.code_type == "float4":
+            steps = self.steps.unsqueeze(-1)
+            fp4: Tensor = round_from_fp4(_group(self.codes, self.quant), steps)
+            return fp4.reshape(self.shape).to(dtype or self.scale.dtype)
         if self.quant.dtype == "float":
             spread = _spread(self.scale, self.quant, self.shape)
             values: Tensor = round_from_fp8(self.codes, spread)
@@ -68,6 +78,11 @@ class QuantizedTensor:
         )
         weight = grouped.reshape(self.shape).to(dtype or self.scale.dtype)
         return weight if self.permutation is None else weight[:, self.permutation.argsort()]
+
+    @property
+    def steps(self) -> Tensor:
+        """What a code of 1 stands for, in the shape of the scale: the scale over the global one."""
+        return self.scale if self.global_scale is None else self.scale / self.global_scale
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """The same tensor with every field on `device`."""
@@ -89,7 +104,9 @@ class QuantizedTensor:
 
 def _group(x_NK: Tensor, quant: TensorQuant) -> Tensor:
     """[N, G, K/G] view of a weight; channel and tensor granularity have one group."""
-    if quant.dtype != "int" or quant.granularity not in ("channel", "group", "tensor"):
+    is_fp4 = quant.code_type == "float4" and quant.scale_format is not None
+    is_int = quant.dtype == "int" and quant.granularity in ("channel", "group", "tensor")
+    if not (is_int or is_fp4):
         raise UnsupportedError(f"no arithmetic for weight scheme {quant}; use an int scheme")
     return x_NK.reshape(x_NK.shape[0], quant.num_groups(x_NK.shape[1]), -1)
 
@@ -125,19 +142,41 @@ def _largest(weight_NK: Tensor, quant: TensorQuant) -> Tensor:
     return blocks.amax((1, 3))
 
 
+def global_scale_of(weights: Sequence[Tensor], quant: TensorQuant) -> Tensor | None:
+    """The global scale [1] that `weights` (one, or linears that are served as one) share.
+
+    None for a scheme without one.
+    """
+    if quant.scale_format != "e4m3":
+        return None
+    largest = torch.stack([weight.abs().amax() for weight in weights]).amax()
+    found: Tensor = nvfp4_global_scale(largest)
+    return found
+
+
 def minmax_scale(
     weight_NK: Tensor,
     quant: TensorQuant,
     shrink: Tensor | float = 1.0,
     shrink_high: Tensor | float | None = None,
+    global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [N, G] and zero point (int8, None when symmetric) that cover the range of each group.
 
     Symmetric: ``max|w| / ((2^b - 1) / 2)``. Asymmetric: ``(max - min) / (2^b - 1)`` over a range
     that holds zero, zero point ``round(code_min - min / scale)`` (compressed-tensors' rules).
-    E4M3: ``max|w| / 448``. `shrink` (a number, or [N, G]) multiplies the range: clipping; with
-    `shrink_high` only its lower end, the upper end by that. A group of zeros gets scale 1.
+    E4M3: ``max|w| / 448``. E2M1: in the scheme's own scale format, under `global_scale` (default:
+    the weight's) for NVFP4. `shrink` (a number, or [N, G]) multiplies the range: clipping; with
+    `shrink_high` only its lower end, the upper end by that. A group of zeros gets scale 1, or the
+    smallest of NVFP4.
     """
+    if quant.code_type == "float4":
+        largest = _group(weight_NK.float(), quant).abs().amax(-1) * shrink
+        if quant.scale_format == "e8m0":
+            return mxfp4_scale(largest), None
+        if global_scale is None:
+            global_scale = global_scale_of([weight_NK], quant)
+        return nvfp4_scale(largest, global_scale), None
     if quant.dtype == "float":
         return fp8_scale(_largest(weight_NK.float(), quant) * shrink), None
     grouped = _group(weight_NK.float(), quant)
@@ -160,12 +199,16 @@ def quantize(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
     scale_dtype: torch.dtype | None = None,
+    global_scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """`weight_NK` rounded to the nearest codes under `scale` and `zero_point` (default: min-max).
 
     The scale is first rounded to `scale_dtype` (default: the weight's), in which it will be stored,
-    so that the codes fit the scale that a reader sees.
+    so that the codes fit the scale that a reader sees. Scales with a format of their own (FP4) stay
+    float32, and NVFP4 takes `global_scale` (default: the weight's).
     """
+    if quant.code_type == "float4":
+        return _quantize_fp4(weight_NK, quant, scale, global_scale)
     if scale is None:
         scale, zero_point = minmax_scale(weight_NK, quant)
     scale = scale.to(scale_dtype or weight_NK.dtype)
@@ -182,4 +225,23 @@ def quantize(
     )
     return QuantizedTensor(
         codes=codes.reshape(weight_NK.shape), scale=scale, zero_point=zero_point, quant=quant
+    )
+
+
+def _quantize_fp4(
+    weight_NK: Tensor, quant: TensorQuant, scale: Tensor | None, global_scale: Tensor | None
+) -> QuantizedTensor:
+    """`quantize` to E2M1; the code is ``w / (scale / global_scale)`` in that order, all float32."""
+    if global_scale is None:
+        global_scale = global_scale_of([weight_NK], quant)
+    if scale is None:
+        scale, _ = minmax_scale(weight_NK, quant, global_scale=global_scale)
+    steps = scale if global_scale is None else scale / global_scale
+    codes = round_to_fp4(_group(weight_NK.float(), quant), steps.unsqueeze(-1))
+    return QuantizedTensor(
+        codes=codes.reshape(weight_NK.shape),
+        scale=scale,
+        zero_point=None,
+        quant=quant,
+        global_scale=global_scale,
     )

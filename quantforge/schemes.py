@@ -5,6 +5,8 @@
     int4-g128-asym      4-bit integers, one scale and zero point a group of 128 inputs
     int8-channel-sym    8-bit integers, one scale an output channel
     fp8-token-dynamic   E4M3, one scale a token computed at run time
+    fp4-g16-e4m3        NVFP4: E2M1, an E4M3 scale for 16 inputs under one float32 scale
+    fp4-g32-e8m0        MXFP4: E2M1, a power of two for 32 inputs
 
 Impossible combinations are refused here and nowhere else. Standard library only.
 """
@@ -17,9 +19,12 @@ from quantforge.registry import did_you_mean
 
 DType = Literal["int", "float"]
 Granularity = Literal["tensor", "channel", "group", "block", "token"]
+ScaleFormat = Literal["e4m3", "e8m0"]
 
 INT_BITS = (2, 3, 4, 8)
 FLOAT_BITS = (4, 8)
+FP4_GROUPS = {"e4m3": 16, "e8m0": 32}
+"""Group sizes of NVFP4 and MXFP4, by the format of their scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +34,8 @@ class TensorQuant:
     `num_bits` and `dtype` name the code (int 2 to 8, float 8 = E4M3, float 4 = E2M1);
     `granularity` says what shares a scale, with `group_size` inputs for ``group`` and
     `block_shape` (rows, columns) for ``block``; `dynamic` scales are computed at run time.
+    `scale_format` is None where scales are stored in the model's dtype; E2M1 has ``e4m3`` scales
+    under one float32 scale of the tensor (NVFP4), or ``e8m0``, powers of two (MXFP4).
     Raises `RecipeError` when impossible.
     """
 
@@ -39,6 +46,7 @@ class TensorQuant:
     group_size: int | None = None
     block_shape: tuple[int, int] | None = None
     dynamic: bool = False
+    scale_format: ScaleFormat | None = None
 
     def __post_init__(self) -> None:
         allowed = INT_BITS if self.dtype == "int" else FLOAT_BITS
@@ -65,6 +73,22 @@ class TensorQuant:
             )
         if self.dtype == "float" and not self.symmetric:
             raise RecipeError("float codes are symmetric; use dtype int for a zero point")
+        self._check_scale_format()
+
+    def _check_scale_format(self) -> None:
+        if self.scale_format is None:
+            return
+        if self.scale_format not in FP4_GROUPS:
+            raise RecipeError(
+                f"scale_format {self.scale_format!r} is not one of {', '.join(FP4_GROUPS)}"
+            )
+        size = FP4_GROUPS[self.scale_format]
+        if self.code_type != "float4" or self.group_size != size:
+            raise RecipeError(
+                f"scale_format {self.scale_format} belongs to float codes of 4 bits in groups of "
+                f"{size}, not to {self.dtype} of {self.num_bits} bits with group_size "
+                f"{self.group_size}"
+            )
 
     def __str__(self) -> str:
         code = f"int{self.num_bits}" if self.dtype == "int" else f"fp{self.num_bits}"
@@ -74,9 +98,16 @@ class TensorQuant:
         parts = [code, shared]
         if self.dtype == "int":
             parts.append("sym" if self.symmetric else "asym")
+        if self.scale_format is not None:
+            parts.append(self.scale_format)
         if self.dynamic:
             parts.append("dynamic")
         return "-".join(parts)
+
+    @property
+    def code_type(self) -> str:
+        """What a code is: ``int``, ``float8`` (E4M3) or ``float4`` (E2M1)."""
+        return self.dtype if self.dtype == "int" else f"{self.dtype}{self.num_bits}"
 
     @property
     def code_range(self) -> tuple[int, int]:
@@ -90,6 +121,11 @@ class TensorQuant:
 
     def refuse_shape(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of `shape` [out_features, in_features] cannot have this scheme, or None."""
+        if self.scale_format is not None and shape[1] % FP4_GROUPS[self.scale_format]:
+            return (
+                f"group_size {self.group_size} of {self} does not divide in_features {shape[1]}; "
+                "ignore such layers, or use another scheme"
+            )
         if self.group_size is not None and shape[1] % self.group_size:
             fitting = [g for g in (128, 64, 32, 16) if shape[1] % g == 0]
             advice = (
@@ -141,9 +177,23 @@ def _int_weights(num_bits: int, *, symmetric: bool) -> QuantScheme:
     )
 
 
+def _fp4_weights(scale_format: ScaleFormat) -> QuantScheme:
+    return QuantScheme(
+        weight=TensorQuant(
+            num_bits=4,
+            dtype="float",
+            granularity="group",
+            group_size=FP4_GROUPS[scale_format],
+            scale_format=scale_format,
+        )
+    )
+
+
 PRESETS: dict[str, QuantScheme] = {
     "w4a16": _int_weights(4, symmetric=False),
     "w4a16_sym": _int_weights(4, symmetric=True),
+    "w3a16": _int_weights(3, symmetric=False),
+    "w2a16": _int_weights(2, symmetric=False),
     "w8a16": QuantScheme(weight=TensorQuant(num_bits=8, granularity="channel")),
     "fp8_dynamic": QuantScheme(
         weight=TensorQuant(num_bits=8, dtype="float", granularity="channel"),
@@ -167,6 +217,8 @@ PRESETS: dict[str, QuantScheme] = {
         weight=TensorQuant(num_bits=8, granularity="channel"),
         activation=TensorQuant(num_bits=8, granularity="tensor"),
     ),
+    "nvfp4a16": _fp4_weights("e4m3"),
+    "mxfp4a16": _fp4_weights("e8m0"),
 }
 """Schemes by name. ``w4a16`` has zero points: at four bits they cost 1 % of size and win quality
 (llm-compressor's W4A16 is our ``w4a16_sym``)."""

@@ -8,6 +8,7 @@ the reference bit for bit. Problem keys: ``device`` ("cpu", "cuda"), ``dtype`` o
 Legend: N rows, B columns of the block.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,14 +35,32 @@ def reference(
     `zero_point_NB` holds integers in float32, or is None. An error is what is multiplied by the
     rows of U: the rounding error over ``U[i, i]``.
     """
-    work_NB = work_NB.clone()
-    codes_NB = torch.empty(work_NB.shape, dtype=torch.int8, device=work_NB.device)
-    errors_NB = torch.empty_like(work_NB)
-    for i in range(work_NB.shape[1]):
+
+    def round_column(x_N: Tensor, i: int) -> tuple[Tensor, Tensor]:
         scale = scale_NB[:, i]
         zero = None if zero_point_NB is None else zero_point_NB[:, i]
-        codes = round_to_int(work_NB[:, i], scale, zero, code_min, code_max)
-        errors = (work_NB[:, i] - round_from_int(codes, scale, zero)) / upper_BB[i, i]
+        codes = round_to_int(x_N, scale, zero, code_min, code_max)
+        return codes, round_from_int(codes, scale, zero)
+
+    return spread_errors(work_NB, upper_BB, round_column, torch.int8)
+
+
+def spread_errors(
+    work_NB: Tensor,
+    upper_BB: Tensor,
+    round_column: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    code_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(codes, errors) [N, B] of the loop over columns, on any grid.
+
+    ``round_column(x_N, i)`` gives the codes of column i and what they restore to.
+    """
+    work_NB = work_NB.clone()
+    codes_NB = torch.empty(work_NB.shape, dtype=code_dtype, device=work_NB.device)
+    errors_NB = torch.empty_like(work_NB)
+    for i in range(work_NB.shape[1]):
+        codes, restored = round_column(work_NB[:, i], i)
+        errors = (work_NB[:, i] - restored) / upper_BB[i, i]
         codes_NB[:, i] = codes
         errors_NB[:, i] = errors
         work_NB[:, i + 1 :] -= errors.unsqueeze(1) * upper_BB[i, i + 1 :]

@@ -6,10 +6,14 @@ from typing import Any
 from quantforge.checkpoint._stored import check_pattern
 from quantforge.checkpoint.base import QuantizationLayout, SchemeGroup
 from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
-from quantforge.schemes import QuantScheme, TensorQuant
+from quantforge.schemes import FP4_GROUPS, QuantScheme, ScaleFormat, TensorQuant
 
 LAYOUT_VERSION = "0.20.1"
 """The release of compressed-tensors whose layouts these are."""
+
+
+FP4_SCALES = {"e4m3": ("tensor_group", "torch.float8_e4m3fn"), "e8m0": ("group", "torch.uint8")}
+"""Strategy and ``scale_dtype`` of E2M1 weights, by the format of their scales."""
 
 
 def is_config_of(format_name: str, quantization_config: Mapping[str, Any]) -> bool:
@@ -57,15 +61,20 @@ def _group_section(format_name: str, group: SchemeGroup) -> dict[str, Any]:
 
 
 def _arguments(quant: TensorQuant) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs; ``block_structure`` only where there is one."""
-    block = {} if quant.block_shape is None else {"block_structure": list(quant.block_shape)}
+    """compressed-tensors' QuantizationArgs; ``block_structure``, ``scale_dtype`` only if needed."""
+    more: dict[str, Any] = {}
+    strategy: str = quant.granularity
+    if quant.block_shape is not None:
+        more["block_structure"] = list(quant.block_shape)
+    if quant.scale_format is not None:
+        strategy, more["scale_dtype"] = FP4_SCALES[quant.scale_format]
     return {
         "num_bits": quant.num_bits,
         "type": quant.dtype,
         "symmetric": quant.symmetric,
-        "strategy": quant.granularity,
+        "strategy": strategy,
         "group_size": quant.group_size,
-        **block,
+        **more,
         "dynamic": quant.dynamic,
     }
 
@@ -153,6 +162,12 @@ def _parse_arguments(where: str, values: Mapping[str, Any]) -> TensorQuant:
     if strategy is None:
         inferred = "tensor" if values.get("group_size") is None else "channel"
         strategy = inferred if size is None else "group"
+    scale_format: ScaleFormat | None = None
+    if (values.get("type"), values.get("num_bits")) == ("float", 4):
+        if strategy == "tensor_group":
+            strategy, scale_format = "group", "e4m3"
+        elif strategy == "group" and size == FP4_GROUPS["e8m0"]:
+            scale_format = "e8m0"
     try:
         return TensorQuant(
             num_bits=values.get("num_bits", 8),
@@ -162,6 +177,7 @@ def _parse_arguments(where: str, values: Mapping[str, Any]) -> TensorQuant:
             group_size=size,
             block_shape=_block_shape(values.get("block_structure")),
             dynamic=bool(values.get("dynamic", False)),
+            scale_format=scale_format,
         )
     except (RecipeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error

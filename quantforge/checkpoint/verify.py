@@ -19,6 +19,7 @@ from quantforge.checkpoint.manifest import read_manifest
 from quantforge.checkpoint.reader import INDEX_FILE, CheckpointReader, class_name, read_json
 from quantforge.errors import CheckpointError
 from quantforge.progress import Progress, silent
+from quantforge.qtensor import QuantizedTensor
 from quantforge.schemes import QuantScheme
 
 __all__ = ["Check", "VerifyReport", "bits_per_weight", "describe_checkpoint", "verify_checkpoint"]
@@ -191,14 +192,15 @@ def _check_quantized(reader: CheckpointReader, progress: Progress) -> Iterator[C
 def _decoded_scale(reader: CheckpointReader, layer: str, scheme: QuantScheme) -> Tensor:
     """The scale of a layer that decodes; raises `CheckpointError` where something is left over."""
     assert reader.format is not None, "a layer with a scheme has a format"
-    reader.linear(layer)
+    weight = reader.linear(layer)
+    assert isinstance(weight, QuantizedTensor), "a layer with a scheme is quantized"
     stored = reader.layer_tensors(layer)
     scale = stored[reader.format.scale_suffix]
     shape = reader.format.layer_shape(stored)
     known = {*reader.format.tensors(shape, scheme, scale.dtype), "bias"}
     if left := sorted(set(stored) - known):
         raise CheckpointError(f"{layer} ({scheme}) has left-over tensors: {', '.join(left)}")
-    return scale
+    return weight.scale
 
 
 def _check_kv_cache(reader: CheckpointReader) -> Iterator[Check]:

@@ -28,6 +28,7 @@ def show_plan(
 
     from quantforge.capacity import free_memory, lacking_memory
     from quantforge.estimate import estimate_plan
+    from quantforge.models.linear import serving_note
 
     num_tokens = calibration_tokens(plan, calibration)
     estimate = estimate_plan(reader, plan, num_tokens=num_tokens, device=device, dtype=dtype)
@@ -47,6 +48,7 @@ def show_plan(
             for group in estimate.groups
         ],
     )
+    note = serving_note(plan.scheme)
     document = {
         "dry_run": True,
         "model": model,
@@ -57,6 +59,7 @@ def show_plan(
         "dtype": precision,
         "calibration_tokens": num_tokens,
         "lacking_memory": lacking,
+        "note": note,
         **asdict(estimate),
     }
     if lacking is not None:
@@ -69,7 +72,8 @@ def show_plan(
         f"{model}: {plan.method.name} to {plan.describe_scheme()}, "
         f"{estimate.source_bytes / 1e6:,.1f} MB to {estimate.planned_bytes / 1e6:,.1f} MB, "
         f"{estimate.bits_per_weight:.3f} bits a weight in {len(plan.layers)} linears; "
-        f"about {memory} of tensors in {precision}; nothing written",
+        f"about {memory} of tensors in {precision}; nothing written"
+        + ("" if note is None else f"\n{note}"),
     )
 
 

@@ -7,6 +7,8 @@ import typer
 from quantforge.cli.options import JsonOption, ModelArgument, QuietOption
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quantforge.console import Console
 
 
@@ -26,7 +28,7 @@ def register(app: typer.Typer) -> None:
         console = Console(json_output=json_output, quiet=quiet)
         with console.progress() as progress:
             folder = resolve_model(model, progress=progress)
-        document = describe_checkpoint(folder)
+        document = describe_checkpoint(folder) | {"serving_notes": _serving_notes(folder)}
         _show(console, document)
         console.result(document, _summary(document))
 
@@ -41,6 +43,8 @@ def _show(console: "Console", document: dict[str, Any]) -> None:
         console.table("KV-cache scales", ("of", "smallest", "largest"), _kv_rows(document))
     sizes = [(kind, f"{size / 1e6:.1f}") for kind, size in document["bytes"].items()]
     console.table("Size", ("part", "MB"), sizes)
+    for note in document["serving_notes"]:
+        console.say(note)
     if document["provenance"] is not None:
         console.table("Provenance", ("what", "value"), _provenance(document["provenance"]))
 
@@ -49,6 +53,16 @@ def _kv_rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = document["kv_cache"]
     pairs = ((kind, found[kind]) for kind in ("k_scale", "v_scale") if found[kind] is not None)
     return [(kind, f"{r['min']:.3g}", f"{r['max']:.3g}") for kind, r in pairs]
+
+
+def _serving_notes(folder: "Path") -> list[str]:
+    """What is to be known of how the schemes of a checkpoint are served."""
+    from quantforge.checkpoint.reader import CheckpointReader
+    from quantforge.models.linear import serving_note
+
+    layout = CheckpointReader(folder).layout
+    schemes = [] if layout is None else [group.scheme for group in layout.groups]
+    return [note for s in dict.fromkeys(schemes) if (note := serving_note(s)) is not None]
 
 
 def _provenance(manifest: dict[str, Any]) -> list[tuple[str, str]]:

@@ -281,12 +281,16 @@ def _blocks(count: int) -> str:
 
 
 def _announce(model: str, plan: "QuantizePlan") -> str:
+    from quantforge.models.linear import serving_note
+
+    note = serving_note(plan.scheme)
     kept = f", {len(plan.ignore)} left as they are" if plan.ignore else ""
     if plan.extra:
         kept += f" ({len(plan.extra)} tensors that the model does not use copied: {plan.extra[0]})"
     return (
         f"{model}: {plan.method.name} to {plan.describe_scheme()}, "
         f"{len(plan.layers)} linears{kept}, {plan.planned_bytes / 1e6:,.1f} MB to write"
+        + ("" if note is None else f"\n{note}")
     )
 
 

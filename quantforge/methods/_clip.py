@@ -27,10 +27,12 @@ def round_clipped(
     min_shrink: float = MIN_SHRINK,
     shrink_step: float = SHRINK_STEP,
     separate_ends: bool = False,
+    global_scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """The weight rounded to nearest under the shrunk ranges that lose least, group by group.
 
-    `min_shrink` is the smallest share of its range that a group may keep.
+    `min_shrink` is the smallest share of its range that a group may keep; `global_scale` that of a
+    scheme which has one.
     """
     low_NG, high_NG = search_clip(
         weight_NK,
@@ -40,9 +42,10 @@ def round_clipped(
         min_shrink=min_shrink,
         shrink_step=shrink_step,
         separate_ends=separate_ends,
+        global_scale=global_scale,
     )
-    scale, zero_point = minmax_scale(weight_NK, quant, low_NG, high_NG)
-    return quantize(weight_NK, quant, scale, zero_point, scale_dtype)
+    scale, zero_point = minmax_scale(weight_NK, quant, low_NG, high_NG, global_scale)
+    return quantize(weight_NK, quant, scale, zero_point, scale_dtype, global_scale)
 
 
 def search_clip(
@@ -54,6 +57,7 @@ def search_clip(
     min_shrink: float,
     shrink_step: float,
     separate_ends: bool = False,
+    global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Shares of the lower and of the upper end of its range that each group keeps, [N, G] both.
 
@@ -65,7 +69,9 @@ def search_clip(
     by_rows = quant.granularity in ("channel", "group")
     rows = chunk_rows(weight_NK) if by_rows else len(weight_NK)
     found = [
-        _search_rows(part, quant, blocks, scale_dtype, min_shrink, shrink_step, separate_ends)
+        _search_rows(
+            part, quant, blocks, scale_dtype, min_shrink, shrink_step, separate_ends, global_scale
+        )
         for part in torch.split(weight_NK, rows)
     ]
     lows, highs = zip(*found, strict=True)
@@ -80,6 +86,7 @@ def _search_rows(
     min_shrink: float,
     shrink_step: float,
     separate_ends: bool,
+    global_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`search_clip` of a few rows; `blocks` as `diagonal_blocks` gives them.
 
@@ -94,8 +101,8 @@ def _search_rows(
     def consider(new_low: Tensor, new_high: Tensor) -> None:
         nonlocal best, low, high
         new_low, new_high = (x.clamp(min_shrink, 1) for x in (new_low, new_high))
-        scale, zero_point = minmax_scale(weight_NK, quant, new_low, new_high)
-        restored = quantize(weight_NK, quant, scale, zero_point, scale_dtype)
+        scale, zero_point = minmax_scale(weight_NK, quant, new_low, new_high, global_scale)
+        restored = quantize(weight_NK, quant, scale, zero_point, scale_dtype, global_scale)
         delta = restored.dequantize(torch.float32).sub_(weight_NK).reshape(rows, groups, -1)
         error = _block_error(delta, blocks)
         better = error < best

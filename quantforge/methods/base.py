@@ -22,7 +22,7 @@ from quantforge.precision import tf32_products
 from quantforge.qtensor import QuantizedTensor
 from quantforge.recipe import read_section
 from quantforge.registry import did_you_mean, load_entry
-from quantforge.schemes import DType, TensorQuant
+from quantforge.schemes import TensorQuant
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,7 +87,8 @@ class BlockResult:
 class Method:
     """A method: `quantize_block(task, options)`, `options` an instance of `options_type`.
 
-    `code_types` are the dtypes of the codes that it can round to.
+    `code_types` are the codes that it can round to: a dtype of codes (``float``), or one kind of
+    them (``float4``, as `TensorQuant.code_type` has it).
     """
 
     name: str
@@ -95,7 +96,7 @@ class Method:
     needs_statistics: bool
     quantize_block: Callable[[BlockTask, Any], BlockResult]
     options_type: type[Any]
-    code_types: tuple[DType, ...] = ("int",)
+    code_types: tuple[str, ...] = ("int",)
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
         """The method's options from a recipe; raises `RecipeError` for a wrong name or type."""

@@ -11,17 +11,18 @@ their schemes are equal: rows do not depend on each other.
 Legend: N out features, K in features, G groups of K.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantforge_kernels import gptq_block
+from quantforge_kernels import gptq_block, gptq_block_fp4
 from torch import Tensor
 
 from quantforge.errors import CalibrationError, RecipeError
 from quantforge.methods._clip import round_clipped
 from quantforge.methods._factor import Factor, factorise
+from quantforge.methods._global import global_scales
 from quantforge.methods.base import (
     BlockResult,
     BlockTask,
@@ -62,6 +63,7 @@ def quantize_block(task: BlockTask, options: GptqOptions) -> BlockResult:
     """
     qtensors: dict[str, QuantizedTensor] = {}
     reports: list[LayerReport] = []
+    shared = global_scales(task)
     for group in task.groups:
         check_moment(task, group)
         moment = task.statistics[group.name].second_moment
@@ -69,10 +71,11 @@ def quantize_block(task: BlockTask, options: GptqOptions) -> BlockResult:
         grids = {}
         for name in (m for m in group.members if m in task.quant):
             weight, quant = factor.without_dead(task.weights[name]), task.quant[name]
+            over_all, dtype = shared.get(name), task.scale_dtype
             if options.clip:
-                grids[name] = round_clipped(weight, quant, moment, task.scale_dtype)
+                grids[name] = round_clipped(weight, quant, moment, dtype, global_scale=over_all)
             else:
-                grids[name] = quantize(weight, quant, scale_dtype=task.scale_dtype)
+                grids[name] = quantize(weight, quant, scale_dtype=dtype, global_scale=over_all)
         rounded = round_on_grids(task.weights, grids, factor)
         qtensors |= rounded
         reports += [
@@ -136,7 +139,7 @@ def round_on_grids(
         zeros = [z for n in names if (z := grids[n].zero_point) is not None]
         codes = round_columns(
             factor.without_dead(torch.cat([weights[n] for n in names])),
-            torch.cat([grids[n].scale for n in names]),
+            torch.cat([grids[n].steps for n in names]),
             torch.cat(zeros) if zeros else None,
             quant,
             factor.upper,
@@ -144,10 +147,7 @@ def round_on_grids(
         )
         parts = torch.split(codes, [weights[n].shape[0] for n in names])
         for name, part in zip(names, parts, strict=True):
-            grid = grids[name]
-            rounded[name] = QuantizedTensor(
-                codes=part.contiguous(), scale=grid.scale, zero_point=grid.zero_point, quant=quant
-            )
+            rounded[name] = replace(grids[name], codes=part.contiguous())
     return {name: rounded[name] for name in grids}
 
 
@@ -159,30 +159,49 @@ def round_columns(
     upper_KK: Tensor,
     order_K: Tensor,
 ) -> Tensor:
-    """Codes [N, K] int8 of GPTQ under fixed scales; `upper_KK` is in the order of `order_K`.
+    """Codes [N, K] of GPTQ under fixed scales (`QuantizedTensor.steps`), in the dtype of `quant`'s
+    codes; `upper_KK` is in the order of `order_K`.
 
     Within a block of columns each error is spread at once; later blocks get a block's errors by one
     matrix product. Float32 throughout.
     """
     rows, columns = weight_NK.shape
-    kernel = gptq_block.OP.select(device=weight_NK.device.type, dtype=torch.float32)
+    round_block = block_rounding(quant, scale_NG, zero_point_NG)
     group_K = order_K // (columns // scale_NG.shape[1])
     work_NK = weight_NK[:, order_K]
-    codes_NK = torch.empty(rows, columns, dtype=torch.int8, device=weight_NK.device)
+    code_dtype = torch.int8 if quant.code_type == "int" else torch.uint8
+    codes_NK = torch.empty(rows, columns, dtype=code_dtype, device=weight_NK.device)
     for start in range(0, columns, BLOCK_COLUMNS):
         stop = min(start + BLOCK_COLUMNS, columns)
-        groups = group_K[start:stop]
-        codes, errors = kernel.run(
-            work_NK[:, start:stop],
-            upper_KK[start:stop, start:stop],
-            scale_NG[:, groups].float(),
-            None if zero_point_NG is None else zero_point_NG[:, groups].float(),
-            *quant.code_range,
+        codes, errors = round_block(
+            work_NK[:, start:stop], upper_KK[start:stop, start:stop], group_K[start:stop]
         )
         codes_NK[:, order_K[start:stop]] = codes
         with ieee_products():
             work_NK[:, stop:].addmm_(errors, upper_KK[start:stop, stop:], alpha=-1)
     return codes_NK
+
+
+def block_rounding(
+    quant: TensorQuant, scale_NG: Tensor, zero_point_NG: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """``f(work_NB, upper_BB, group_B) -> (codes, errors)``: the kernel that rounds to `quant`.
+
+    `group_B` says which scale each column of a block has.
+    """
+    device = scale_NG.device.type
+    if quant.code_type == "float4":
+        on_floats = gptq_block_fp4.OP.select(device=device, dtype=torch.float32)
+        return lambda work, upper, group_B: on_floats.run(work, upper, scale_NG[:, group_B].float())
+    kernel = gptq_block.OP.select(device=device, dtype=torch.float32)
+
+    def round_block(work_NB: Tensor, upper_BB: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+        zero = None if zero_point_NG is None else zero_point_NG[:, group_B].float()
+        scale = scale_NG[:, group_B].float()
+        found: tuple[Tensor, Tensor] = kernel.run(work_NB, upper_BB, scale, zero, *quant.code_range)
+        return found
+
+    return round_block
 
 
 METHOD = Method(
@@ -191,4 +210,5 @@ METHOD = Method(
     needs_statistics=True,
     quantize_block=quantize_block,
     options_type=GptqOptions,
+    code_types=("int", "float4"),
 )

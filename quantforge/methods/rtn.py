@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quantforge.errors import RecipeError
 from quantforge.methods._float_scale import search_float_scale
+from quantforge.methods._global import global_scales
 from quantforge.methods._shared import shared_scales
 from quantforge.methods.base import BlockResult, BlockTask, LayerReport, Method, relative_errors
 from quantforge.qtensor import quantize
@@ -28,14 +29,20 @@ class RtnOptions:
 def quantize_block(task: BlockTask, options: RtnOptions) -> BlockResult:
     """Each linear rounded under its min-max scale, or in E4M3 under the best of an octave."""
     group_of = {member: g.name for g in task.groups for member in g.members}
-    shared = shared_scales(task)
+    shared, shared_global = shared_scales(task), global_scales(task)
     qtensors, reports = {}, []
     for name, quant in task.quant.items():
         weight = task.weights[name]
         scale = shared.get(name)
-        if scale is None and quant.dtype == "float":
+        if scale is None and quant.code_type == "float8":
             scale = search_float_scale(weight, quant, task.scale_dtype, options.float_scales)
-        qtensor = quantize(weight, quant, scale, scale_dtype=task.scale_dtype)
+        qtensor = quantize(
+            weight,
+            quant,
+            scale,
+            scale_dtype=task.scale_dtype,
+            global_scale=shared_global.get(name),
+        )
         seen = task.statistics.get(group_of[name])
         weight_error, output_error = relative_errors(
             weight, qtensor.dequantize(weight.dtype), None if seen is None else seen.second_moment

@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from quantforge_kernels import fp8_gemm, int8_gemm, w4a16
+from quantforge_kernels import dequantized, fp8_gemm, int8_gemm, w4a16
 from quantforge_kernels.op import KernelUnavailableError, Op
 from torch import Tensor, nn
 
 from quantforge.errors import UnsupportedError
 from quantforge.qtensor import QuantizedTensor
 from quantforge.schemes import QuantScheme, TensorQuant
+
+FUSED_INT_BITS = (4, 8)
+"""Widths of integer codes that the kernels of `w4a16` read; others are dequantized at load."""
 
 TOKENWISE = ("token", "group")
 """Granularities of activations whose scales do not depend on the other tokens of a batch."""
@@ -61,6 +64,8 @@ class QuantizedInner:
         op = serving_op(scheme)
         candidate = op.select(**problem)
         plain: tuple[Any, ...] = (qtensor.codes, qtensor.scale, qtensor.zero_point)
+        if op is dequantized.OP:
+            plain = (qtensor.dequantize().to(compute_dtype),)
         if op is fp8_gemm.OP:
             runs = (problem["block_shape"], problem["activation_group"])
             plain = (*plain[:2], *runs, qtensor.input_scale)
@@ -71,7 +76,7 @@ class QuantizedInner:
         self.run = candidate.run
         self.operands = candidate.repack(*plain, compute_dtype) if candidate.repack else plain
         self.bias = bias_N
-        self.permutation = qtensor.permutation
+        self.permutation = None if op is dequantized.OP else qtensor.permutation
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         if self.permutation is not None:
@@ -83,6 +88,8 @@ class QuantizedInner:
 def serving_op(scheme: QuantScheme) -> Op:
     """The op that multiplies by weights of `scheme`; raises `UnsupportedError` without one."""
     weight, activation = scheme.weight, scheme.activation
+    if activation is None and is_dequantized(weight):
+        return dequantized.OP
     if weight.dtype == "int" and activation is None:
         return w4a16.OP
     is_fp8 = weight.num_bits == 8 and weight.dtype == "float"
@@ -93,6 +100,27 @@ def serving_op(scheme: QuantScheme) -> Op:
     if is_int8 and weight.granularity == "channel" and _is_int8_input(activation):
         return int8_gemm.OP
     raise UnsupportedError(f"no kernel multiplies weights and inputs of scheme {scheme}")
+
+
+def is_dequantized(weight: TensorQuant) -> bool:
+    """Whether weights of this scheme are dequantized once, at load: no fused kernel reads them."""
+    if weight.dtype == "int":
+        return weight.num_bits not in FUSED_INT_BITS
+    return weight.scale_format is not None
+
+
+def serving_note(scheme: QuantScheme) -> str | None:
+    """What a user should know of how `scheme` is served; None where a kernel reads it."""
+    try:
+        op = serving_op(scheme)
+    except UnsupportedError:
+        return None
+    if op is not dequantized.OP:
+        return None
+    return (
+        f"dequantize-once: no fused kernel for {scheme}; the weights are small on disk, and dense "
+        "in the compute dtype once loaded"
+    )
 
 
 def _is_fp8_input(activation: TensorQuant) -> bool:
@@ -117,6 +145,8 @@ def kernel_problem(
     """What `serving_op` of `scheme` is asked to serve: a weight of `shape` [N, K]."""
     weight, activation = scheme.weight, scheme.activation
     problem: dict[str, Any] = {"device": device.type, "dtype": compute_dtype, "shape": shape}
+    if is_dequantized(weight):
+        return problem | {"scheme": str(weight)}
     if weight.dtype == "float":
         dynamic = activation is not None and activation.dynamic
         group = (activation.group_size or shape[1]) if activation and dynamic else None

@@ -118,7 +118,7 @@ def joinable(weights: Sequence[Weight]) -> bool:
     """Whether `join` of these is exact: all dense, or all of one scheme.
 
     Blocks join only where every weight but the last ends with a whole block; static input scales
-    must be equal. Weights with one scale each always join: see `join`.
+    must be equal, and so must global scales. Weights with one scale each always join: see `join`.
     """
     if all(isinstance(w, Tensor) for w in weights):
         return True
@@ -129,6 +129,8 @@ def joinable(weights: Sequence[Weight]) -> bool:
     if quant is None or quant.granularity not in ("tensor", "channel", "group", "block"):
         return False
     if not _have_same_input_scale(weights):
+        return False
+    if not _same_global_scale(weights):
         return False
     tall = 1 if quant.block_shape is None else quant.block_shape[0]
     return all(w.shape[0] % tall == 0 for w in weights[:-1])
@@ -159,6 +161,7 @@ def join(weights: Sequence[Weight]) -> Weight:
         zero_point=torch.cat(zero_points) if zero_points else None,
         quant=quant,
         input_scale=parts[0].input_scale,
+        global_scale=parts[0].global_scale,
     )
 
 
@@ -180,16 +183,24 @@ def _have_same_input_scale(weights: Sequence[Weight]) -> bool:
 
 
 def _is_plain(weight: Weight) -> bool:
-    """Whether a weight is a quantized one with codes, scales, zero points and no more.
+    """Whether a weight is a quantized one with codes, scales and zero points, and a global scale
+    at most.
 
     A static scale of the inputs, which all channels share, may be there.
     """
     return (
         isinstance(weight, QuantizedTensor)
-        and weight.global_scale is None
         and weight.permutation is None
         and weight.codebook is None
     )
+
+
+def _same_global_scale(weights: Sequence[Weight]) -> bool:
+    found = [w.global_scale for w in weights if isinstance(w, QuantizedTensor)]
+    present = [scale for scale in found if scale is not None]
+    if not present:
+        return True
+    return len(present) == len(found) and all(torch.equal(present[0], s) for s in present)
 
 
 def _cut_fields(qtensor: QuantizedTensor, dim: int, part: int, parts: int) -> QuantizedTensor:
