@@ -17,7 +17,7 @@ from quantforge.errors import UnsupportedError, UsageError
 from quantforge.models.config import ModelConfig, RopeConfig
 from quantforge.models.decoder import Decoder, DecoderBlock, RMSNorm
 from quantforge.models.linear import Linear
-from quantforge.qtensor import QuantizedTensor
+from quantforge.qtensor import QuantizedTensor, quantize
 from quantforge.schemes import QuantScheme, TensorQuant
 
 _LLAMA3_ROPE = RopeConfig(
@@ -169,6 +169,8 @@ class _Maker:
         return linear
 
     def qtensor(self, quant: TensorQuant, n: int, k: int) -> QuantizedTensor:
+        if quant.num_bits < 4 or quant.code_type == "float4":  # slower: drawn, then rounded
+            return quantize(self.normal((n, k), 1 / math.sqrt(k)), quant, scale_dtype=self.dtype)
         if quant.dtype == "float":
             codes = self.normal((n, k), 64.0).clamp(-448, 448).to(torch.float8_e4m3fn)
             scale = torch.full(self._scale_shape(quant, n, k), 1 / (64 * math.sqrt(k)))
