@@ -69,7 +69,8 @@ def estimate_plan(
     groups = _groups(reader, plan, shapes, device, dtype)
     quantized = [g for g in groups if g.scheme is not None]
     weights = sum(g.count * g.shape[0] * g.shape[1] for g in quantized)
-    hidden = num_tokens * plan.config.hidden_size * dtype.itemsize
+    streams = 2 if plan.method.needs(plan.options).mismatch else 1
+    hidden = num_tokens * plan.config.hidden_size * dtype.itemsize * streams
     working = _block_bytes(plan, shapes, num_tokens, dtype)
     if num_tokens:  # the embedding is there before the first block is
         working = max(working, plan.config.vocab_size * plan.config.hidden_size * dtype.itemsize)
@@ -150,6 +151,9 @@ def _block_bytes(
     total = sum(sizes) * (dtype.itemsize + 4 + 1) + max(sizes) * 4 * WORK_COPIES
     if plan.needs_text:
         inputs = [block[group.members[0]][1] for group in plan.architecture.input_groups]
-        total += sum(4 * width * width for width in inputs)
+        needs = plan.method.needs(plan.options)
+        held = 2 if needs.held_out else 1
+        moments = held + needs.mismatch * (2 * held - 1)
+        total += sum(4 * width * width for width in inputs) * moments
     widest = sum(rows + columns for rows, columns in block.values())
     return total + min(num_tokens, BATCH_TOKENS) * widest * dtype.itemsize

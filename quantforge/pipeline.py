@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +28,7 @@ from quantforge.calibration.data import CalibrationSet
 from quantforge.calibration.kv_ranges import calibrate_kv_scales
 from quantforge.calibration.ranges import RangeCapture, static_scale
 from quantforge.calibration.statistics import StatisticsFile
+from quantforge.calibration.streams import Observed, Streams
 from quantforge.checkpoint.base import SchemeGroup
 from quantforge.checkpoint.kv_scales import with_kv_cache
 from quantforge.checkpoint.manifest import Manifest, provenance_versions
@@ -38,7 +39,14 @@ from quantforge.errors import CalibrationError, CheckpointError, UsageError
 from quantforge.fingerprint import make_fingerprint
 from quantforge.memory import AnonymousPeak
 from quantforge.methods._run import run_method
-from quantforge.methods.base import BlockResult, BlockTask, LayerReport, relative_errors
+from quantforge.methods.base import (
+    BlockResult,
+    BlockTask,
+    LayerReport,
+    Needs,
+    join_results,
+    relative_errors,
+)
 from quantforge.models.decoder import DecoderBlock
 from quantforge.models.dequantized import open_source, source_origin
 from quantforge.models.expected import check_finite
@@ -111,6 +119,8 @@ class Quantizer:
                 "scales of the KV cache are calibrated on text, which statistics of 'quantforge "
                 "calibrate' do not hold; give text with --calibration, or leave kv_cache at none"
             )
+        self.needs: Needs = plan.method.needs(plan.options)
+        _refuse_statistics_file(plan, self.needs, evidence)
         self.reader = reader
         self.plan = plan
         self.evidence = evidence
@@ -120,6 +130,7 @@ class Quantizer:
         self.scratch = scratch
         self.work: WorkFolder | None = None
         self.activations: Activations | None = None
+        self.streams: Streams | None = None
         self.reports: list[LayerReport] = []
         self.watch = Stopwatch(device)
 
@@ -153,7 +164,8 @@ class Quantizer:
             passed = 0
             if isinstance(self.evidence, CalibrationSet):
                 self.activations = self._start_activations(self.evidence)
-                passed = 0 if work is None else work.restore_hidden(self.activations.hidden)
+                self.streams = self._start_streams(self.activations, self.evidence)
+                passed = 0 if work is None else work.restore_hidden(*self._hidden())
         for layer in range(config.num_layers):
             self.progress("quantizing blocks", layer, config.num_layers)
             finished = None if work is None else work.block(layer)
@@ -187,6 +199,22 @@ class Quantizer:
             folder=self.scratch,
         )
 
+    def _start_streams(
+        self, activations: Activations, calibration: CalibrationSet
+    ) -> Streams | None:
+        """What sees more than a plain pass does, where the method needs it."""
+        if self.needs == Needs():
+            return None
+        reference = self._start_activations(calibration) if self.needs.mismatch else None
+        return Streams(activations, reference, held_out=self.needs.held_out)
+
+    def _hidden(self) -> list[Tensor]:
+        """The hidden states of every stream."""
+        assert self.activations is not None
+        reference = None if self.streams is None else self.streams.reference
+        streams = [self.activations] if reference is None else [self.activations, reference]
+        return [stream.hidden for stream in streams]
+
     def _load_block(self, layer: int) -> DecoderBlock:
         return load_block(
             self.reader,
@@ -207,17 +235,22 @@ class Quantizer:
         with self.watch.measure("load"):
             block = self._load_block(layer)
         with self.watch.measure("observe"):
-            statistics = self._statistics(layer, block)
+            seen = self._observe(layer, block)
         with self.watch.measure("load"):
-            task = self._task(layer, block, statistics)
-        del statistics
-        with self.watch.measure("quantize"):
-            result = run_method(plan.method, task, plan.options)
+            task = self._task(layer, block, seen)
+        del seen
+        streams = self.streams
+        if self.needs.true_sequential and streams is not None:
+            rounding = partial(self._round_in_turn, task, block, streams)
+            result = run_method(plan.method, task, plan.options, rounding)
+        else:
+            with self.watch.measure("quantize"):
+                result = run_method(plan.method, task, plan.options)
         if plan.observer is not None:
             result = self._with_input_scales(layer, block, task, result)
         with self.watch.measure("encode"):
             qtensors = self._on_host(layer, result)
-            dense = _dense(task, result)
+            dense = _dense(task, without=result.qtensors)
         del task
         scales: dict[str, Tensor] = {}
         if plan.kv_cache is not None:
@@ -238,6 +271,34 @@ class Quantizer:
 
         self._behind(write)
         self._advance(layer, dense, result.qtensors, block)
+
+    def _round_in_turn(self, task: BlockTask, block: DecoderBlock, streams: Streams) -> BlockResult:
+        """True-sequential order: each input group is seen again behind the ones rounded before it.
+
+        What moves between layers moves first. `block` is left with the rounded weights.
+        """
+        method, options, layer = self.plan.method, self.plan.options, task.layer
+        assert method.round_group is not None
+        prepared = None
+        if method.prepare is not None:
+            with self.watch.measure("quantize"):
+                prepared = method.prepare(task, options)
+        reference = None
+        if streams.reference is not None:
+            reference = self._load_block(layer)
+            _load_results(reference, {}, _dense(task), self.device, self.dtype)
+        _load_results(block, {}, _dense(task), self.device, self.dtype)
+        parts = []
+        for group in task.groups:
+            with self.watch.measure("observe"):
+                seen = streams.observe(layer, block, [group], reference_block=reference, stop=True)
+            task.observe(group.name, seen)
+            with self.watch.measure("quantize"):
+                part = method.round_group(task, group, options, prepared)
+            biases = {f"{n}.bias": task.biases[n] for n in part.qtensors if n in task.biases}
+            _load_results(block, part.qtensors, biases, self.device, self.dtype)
+            parts.append(part)
+        return join_results(parts)
 
     def _on_host(self, layer: int, result: BlockResult) -> dict[str, QuantizedTensor]:
         found = {}
@@ -279,7 +340,7 @@ class Quantizer:
         """`result` with the static scales of its inputs, seen in the block as it was quantized."""
         assert self.activations is not None, "text was asked for"
         assert self.plan.observer is not None
-        _load_results(block, result.qtensors, _dense(task, result), self.device, self.dtype)
+        _load_results(block, result.qtensors, _dense(task, without=result.qtensors), self.device, self.dtype)
         capture = RangeCapture(task.groups, self.plan.observer)
         with self.watch.measure("observe"):
             self.activations.observe(block, capture)
@@ -318,15 +379,28 @@ class Quantizer:
         if block is None:
             with self.watch.measure("load"):
                 block = self._load_block(layer)
+        if self.streams is not None and self.streams.reference is not None:
+            with self.watch.measure("load"):
+                original = self._load_block(layer)
+            with self.watch.measure("advance"):
+                self.streams.reference.advance(original)
         with self.watch.measure("advance"):
             _load_results(block, qtensors, dense, self.device, self.dtype)
             self.activations.advance(block)
         if self.work is not None:
             with self.watch.measure("hidden"):
-                self.work.keep_hidden(layer, self.activations.hidden)
+                self.work.keep_hidden(layer, *self._hidden())
 
     def _prefix(self, layer: int) -> str:
         return self.plan.architecture.block_prefix.format(layer=layer)
+
+    def _observe(self, layer: int, block: DecoderBlock) -> Observed:
+        """What the method sees of the block before it starts."""
+        if self.streams is None:
+            return Observed(statistics=self._statistics(layer, block))
+        if self.needs.true_sequential and self.plan.method.prepare is None:
+            return Observed()
+        return self.streams.observe(layer, block, self.plan.architecture.input_groups)
 
     def _statistics(self, layer: int, block: DecoderBlock) -> dict[str, InputStatistics]:
         groups = self.plan.architecture.input_groups
@@ -339,9 +413,7 @@ class Quantizer:
             return self.evidence.block(layer, self.device)
         return {}
 
-    def _task(
-        self, layer: int, block: DecoderBlock, statistics: Mapping[str, InputStatistics]
-    ) -> BlockTask:
+    def _task(self, layer: int, block: DecoderBlock, seen: Observed) -> BlockTask:
         """The block's weights in float32, as stored in the source (not in the compute dtype)."""
         plan = self.plan
         prefix = self._prefix(layer)
@@ -367,8 +439,10 @@ class Quantizer:
             biases={n: load(f"{n}.bias") for n in names if f"{prefix}{n}.bias" in self.reader},
             norms={name: load(f"{name}.weight") for name in sorted(norms)},
             quant={name: s.weight for name, s in plan.block_linears(layer).items()},
-            statistics=statistics,
+            statistics=seen.statistics,
             scale_dtype=plan.config.dtype,
+            cross=seen.cross,
+            held_out=seen.held_out,
         )
 
     def _write_block(self, layer: int, finished: FinishedBlock, writer: CheckpointWriter) -> None:
@@ -429,11 +503,28 @@ class Quantizer:
         )
 
 
-def _dense(task: BlockTask, result: BlockResult) -> dict[str, Tensor]:
-    """What is left of a block beside its quantized linears, by name within the block, float32."""
-    kept = {n: w for n, w in task.weights.items() if n not in result.qtensors} | task.norms
-    found = {f"{n}.weight": t for n, t in kept.items()}
-    return found | {f"{n}.bias": t for n, t in task.biases.items()}
+def _refuse_statistics_file(plan: QuantizePlan, needs: Needs, evidence: Evidence | None) -> None:
+    """Raises `CalibrationError` where statistics taken earlier cannot give what is needed."""
+    if needs == Needs() or not isinstance(evidence, StatisticsFile):
+        return
+    wants = {
+        "true_sequential": needs.true_sequential and not needs.mismatch,
+        "mismatch": needs.mismatch,
+        "held-out samples": needs.held_out > 0,
+    }
+    named = ", ".join(name for name, wanted in wants.items() if wanted)
+    raise CalibrationError(
+        f"method {plan.method.name} needs text for {named}, but {evidence.path.name} holds "
+        "statistics only, taken of the unquantized model; give calibration text, or use a method "
+        "and options that need no more than statistics"
+    )
+
+
+def _dense(task: BlockTask, without: Container[str] = ()) -> dict[str, Tensor]:
+    """Weights but those of the linears in `without`, norms and biases, by tensor name."""
+    kept = {n: w for n, w in task.weights.items() if n not in without} | task.norms
+    dense = {f"{n}.weight": t for n, t in kept.items()}
+    return dense | {f"{n}.bias": t for n, t in task.biases.items()}
 
 
 def _load_results(

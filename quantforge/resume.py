@@ -88,7 +88,8 @@ def progress_bytes(
     if not isinstance(evidence, CalibrationSet):
         return plan.planned_bytes
     hidden = evidence.token_ids.numel() * plan.config.hidden_size * dtype.itemsize
-    return plan.planned_bytes + 2 * hidden
+    streams = 2 if plan.method.needs(plan.options).mismatch else 1
+    return plan.planned_bytes + 2 * streams * hidden
 
 
 class WorkFolder:
@@ -157,8 +158,9 @@ class WorkFolder:
                 shard.add(f"dense.{name}", tensor.cpu().contiguous())
             shard.add(REPORTS, torch.frombuffer(text, dtype=torch.uint8))
 
-    def restore_hidden(self, hidden: Tensor) -> int:
-        """Fills `hidden` [tokens, hidden size] with the newest states that finished blocks led to.
+    def restore_hidden(self, *hidden: Tensor) -> int:
+        """Fills `hidden` [tokens, hidden size] with the newest states that finished blocks led to,
+        one tensor a stream of samples.
 
         Gives the number of blocks that they have passed; 0, and `hidden` untouched, if none is
         kept.
@@ -169,19 +171,19 @@ class WorkFolder:
         path = kept[-1]
         try:
             with _open(path) as file:
-                for index, rows in enumerate(_parts(hidden)):
+                for index, rows in enumerate(part for h in hidden for part in _parts(h)):
                     rows.copy_(file.get_tensor(f"rows.{index}"))
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _damaged(path) from error
         return _layer_of(path) + 1
 
-    def keep_hidden(self, layer: int, hidden: Tensor) -> None:
+    def keep_hidden(self, layer: int, *hidden: Tensor) -> None:
         """Commits the states behind block `layer` if their turn has come, and drops older ones."""
-        every = self.every or hidden_interval(hidden.nbytes)
+        every = self.every or hidden_interval(sum(h.nbytes for h in hidden))
         if (layer + 1) % every:
             return
         with _committed(self.folder / f"hidden-{layer:05d}.safetensors") as shard:
-            for index, rows in enumerate(_parts(hidden)):
+            for index, rows in enumerate(part for h in hidden for part in _parts(h)):
                 shard.add(f"rows.{index}", rows.cpu().contiguous())
         for path in self._hidden_paths():
             if _layer_of(path) < layer:

@@ -90,6 +90,12 @@ class Activations:
             for rows, positions, samples in self._batches():
                 self._run(block, rows, positions, samples)
 
+    def forward(self, block: DecoderBlock, first: int, samples: int) -> Tensor:
+        """`block`'s output for `samples` samples from `first` on; the hidden states stay."""
+        rows = slice(first * self.length, (first + samples) * self.length)
+        positions = torch.arange(self.length, device=self.device).repeat(samples)
+        return self._run(block, rows, positions, samples)
+
     def advance(self, block: DecoderBlock) -> None:
         """Replaces the hidden states by `block`'s output."""
         with tf32_products():

@@ -31,10 +31,35 @@ class Factor:
     order: Tensor
     dead: Tensor
     notes: dict[str, Any]
+    mean: float = 1.0
 
     def without_dead(self, weight_NK: Tensor) -> Tensor:
         """The weight with the columns of dead inputs set to zero."""
         return weight_NK.masked_fill(self.dead, 0.0)
+
+    def column_losses(self) -> Tensor:
+        """What a squared rounding error of each column costs GPTQ, [K]: ``1 / U[i, i]^2``.
+
+        It is the variance of an input that the columns still to come do not explain.
+        """
+        assert self.upper is not None
+        losses = torch.empty_like(self.upper.diagonal())
+        losses[self.order] = self.upper.diagonal().square().reciprocal()
+        return losses * self.mean
+
+    def corrected(self, weight_NK: Tensor, cross_KK: Tensor, strength: float) -> Tensor:
+        """``W + strength W C inverse(G)``, G damped: the weight to round where inputs have drifted.
+
+        For ``C = E[d x']`` it minimises ``E|W (x + strength d) - V x|^2`` over V, and rounding it
+        under G loses what rounding V loses there (GPTAQ, arXiv 2504.02692; Qronos, arXiv
+        2505.11695).
+        """
+        assert self.upper is not None
+        step = (weight_NK @ cross_KK)[:, self.order] * (strength / self.mean)
+        step = step @ self.upper.T @ self.upper
+        target = weight_NK.clone()
+        target[:, self.order] += step
+        return target
 
 
 def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
@@ -72,7 +97,9 @@ def factorise(moment: Tensor, *, damping: float, act_order: bool) -> Factor:
             elif used != damping:
                 tried = ladder[: ladder.index(used)]
                 notes["damping_reason"] = f"no Cholesky factor at damping {tried}"
-            return Factor(upper=upper.float(), order=order, dead=dead, notes=notes)
+            return Factor(
+                upper=upper.float(), order=order, dead=dead, notes=notes, mean=float(mean)
+            )
     reason = f"no Cholesky factor in float32 or float64 at damping {ladder}"
     return _no_factor(moment, torch.zeros_like(dead), reason)
 

@@ -5,6 +5,7 @@ they are rounded to nearest, after the method has moved its scales, and their re
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +18,20 @@ from quantforge.methods.base import BlockResult, BlockTask, LayerReport, Method
 NO_TOKENS = "rtn: no token of the calibration text reached its input"
 
 
-def run_method(method: Method, task: BlockTask, options: Any) -> BlockResult:
+def run_method(
+    method: Method,
+    task: BlockTask,
+    options: Any,
+    rounding: Callable[[], BlockResult] | None = None,
+) -> BlockResult:
     """The block quantized by `method`, and by `rtn` where it has nothing to go by.
 
+    `rounding` does the method's work where that is done group by group, with passes between.
     As the method, it may replace weights and norms of `task`. The reports get the facts about each
     input, and the method's time, shared by the number of weights where it did not measure its own.
     """
     started = _now(task)
-    result = _quantize(method, task, options)
+    result = _quantize(method, task, options) if rounding is None else rounding()
     elapsed = _now(task) - started
     total = sum(task.weights[name].numel() for name in result.qtensors)
     group_of = {member: g.name for g in task.groups for member in g.members}

@@ -75,21 +75,13 @@ class ScaleChoice:
     unscaled_error: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScaledGroups:
-    """After scaling, by input group: the second moment of the inputs, and what was chosen."""
-
-    moments: dict[str, Tensor]
-    choices: dict[str, ScaleChoice]
-
-
 def quantize_block(task: BlockTask, options: AwqOptions) -> BlockResult:
     """Scales the groups of the block in place in `task`, then rounds every linear."""
-    scaled = scale_groups(task, options)
+    choices = scale_groups(task, options)
     qtensors, reports = {}, []
     for group in task.groups:
-        moment = scaled.moments[group.name]
-        choice = scaled.choices.get(group.name)
+        moment = task.statistics[group.name].second_moment
+        choice = choices.get(group.name)
         for name in (m for m in group.members if m in task.quant):
             weight, quant = task.weights[name], task.quant[name]
             qtensors[name] = round_nearest(weight, quant, moment, task.scale_dtype, options)
@@ -108,24 +100,45 @@ def quantize_block(task: BlockTask, options: AwqOptions) -> BlockResult:
     return BlockResult(qtensors=qtensors, reports=tuple(reports))
 
 
-def scale_groups(task: BlockTask, options: AwqOptions) -> ScaledGroups:
-    """Searches the scale of each group and moves it into weights and norms, in place in `task`."""
-    scales: dict[str, Tensor] = {}
-    choices: dict[str, ScaleChoice] = {}
+def scale_groups(task: BlockTask, options: AwqOptions) -> dict[str, ScaleChoice]:
+    """Searches the scale of each group and moves it into weights, norms and moments, in place in
+    `task`; gives what was chosen, by group."""
+    found = {group.name: group_scale(task, group, options) for group in task.groups}
+    choices = {}
     for group in task.groups:
-        members = [m for m in group.members if m in task.quant]
-        if options.scale and group.absorber is not None and len(members) == len(group.members):
-            found = search_scale(task, group, options)
-            if found is not None:
-                scales[group.name], choices[group.name] = found
-    moments = {}
-    for group in task.groups:
-        scale_K = scales.get(group.name)
-        if scale_K is not None:
-            scale_K = storable_scale(task, group, scale_K)
-            absorb_scale(task, group, scale_K)
-        moments[group.name] = scaled_moment(task.statistics[group.name].second_moment, scale_K)
-    return ScaledGroups(moments=moments, choices=choices)
+        scale = found[group.name]
+        if scale is not None:
+            choices[group.name] = scale[1]
+            move_scale(task, group, scale[0])
+    return choices
+
+
+def group_scale(
+    task: BlockTask, group: InputGroup, options: AwqOptions
+) -> tuple[Tensor, ScaleChoice] | None:
+    """`search_scale` where a scale is wanted and possible, else None."""
+    whole = all(member in task.quant for member in group.members)
+    if not options.scale or group.absorber is None or not whole:
+        return None
+    return search_scale(task, group, options)
+
+
+def move_scale(task: BlockTask, group: InputGroup, scale_K: Tensor) -> None:
+    """Moves `scale_K` [K] from the group's inputs into its members, in place in `task`."""
+    scale_K = storable_scale(task, group, scale_K)
+    absorb_scale(task, group, scale_K)
+    name, seen = group.name, task.statistics[group.name]
+    statistics = InputStatistics(
+        second_moment=scaled_moment(seen.second_moment, scale_K),
+        mean_abs=seen.mean_abs / scale_K,
+        absmax=seen.absmax / scale_K,
+        num_tokens=seen.num_tokens,
+    )
+    task.statistics = {**task.statistics, name: statistics}
+    if name in task.cross:
+        task.cross = {**task.cross, name: scaled_moment(task.cross[name], scale_K)}
+    if name in task.held_out:
+        task.held_out = {**task.held_out, name: task.held_out[name].scaled(scale_K)}
 
 
 def round_nearest(
@@ -296,10 +309,8 @@ def absorb_scale(task: BlockTask, group: InputGroup, scale_K: Tensor) -> None:
         task.biases[absorber] = task.biases[absorber] / outputs
 
 
-def scaled_moment(second_moment: Tensor, scale_K: Tensor | None) -> Tensor:
+def scaled_moment(second_moment: Tensor, scale_K: Tensor) -> Tensor:
     """Second moment of ``x / s``."""
-    if scale_K is None:
-        return second_moment
     if second_moment.dim() == 1:
         return second_moment / scale_K.square()
     return (second_moment / scale_K.unsqueeze(0)).div_(scale_K.unsqueeze(1))

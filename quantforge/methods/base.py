@@ -7,7 +7,7 @@ Legend: N out features, K in features.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantforge.calibration.capture import InputStatistics
+from quantforge.calibration.streams import Moments, Observed
 from quantforge.errors import RecipeError
 from quantforge.models.arch.base import InputGroup
 from quantforge.models.config import ModelConfig
@@ -33,7 +34,11 @@ class BlockTask:
       method may replace entries (scales that move between layers);
     - `quant` the scheme of every linear to quantize; a linear that is not in it stays dense;
     - `statistics` by input group, empty for methods that need none;
-    - `scale_dtype` the dtype in which scales are stored.
+    - `scale_dtype` the dtype in which scales are stored;
+    - `cross` (``E[d x']`` of inputs x and their drift d) and `held_out` by input group, where the
+      method's `Needs` ask for them.
+
+    Weights, norms and moments belong together: a method that moves a scale changes all of them.
     """
 
     layer: int
@@ -45,6 +50,33 @@ class BlockTask:
     quant: Mapping[str, TensorQuant]
     statistics: Mapping[str, InputStatistics]
     scale_dtype: torch.dtype
+    cross: Mapping[str, Tensor] = field(default_factory=dict)
+    held_out: Mapping[str, Moments] = field(default_factory=dict)
+
+    def observe(self, group: str, seen: Observed) -> None:
+        """Replaces what is known of the inputs of `group` by `seen`."""
+        self.statistics = {**self.statistics, group: seen.statistics[group]}
+        if group in seen.cross:
+            self.cross = {**self.cross, group: seen.cross[group]}
+        if group in seen.held_out:
+            self.held_out = {**self.held_out, group: seen.held_out[group]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a method wants beside one pass over all samples, as its options say.
+
+    - `true_sequential`: each input group is seen again once the groups before it are rounded;
+    - `mismatch`: the inputs' drift from those of the full-precision model, in that order only;
+    - `held_out`: the share of the samples that is kept from fitting, 0 for none.
+    """
+
+    true_sequential: bool = False
+    mismatch: bool = False
+    held_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.true_sequential or not self.mismatch, "drift would be made up for twice"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +120,10 @@ class Method:
     """A method: `quantize_block(task, options)`, `options` an instance of `options_type`.
 
     `code_types` are the codes that it can round to: a dtype of codes (``float``), or one kind of
-    them (``float4``, as `TensorQuant.code_type` has it).
+    them (``float4``, as `TensorQuant.code_type` has it). A method that knows true-sequential order
+    also has `round_group(task, group, options, prepared)`, called in the order of the groups after
+    `prepare(task, options)`, which sees the block's first statistics, moves what moves between
+    layers and gives `prepared`. Without `prepare` there is nothing to see or do first.
     """
 
     name: str
@@ -97,6 +132,9 @@ class Method:
     quantize_block: Callable[[BlockTask, Any], BlockResult]
     options_type: type[Any]
     code_types: tuple[str, ...] = ("int",)
+    needs: Callable[[Any], Needs] = lambda _: Needs()
+    prepare: Callable[[BlockTask, Any], Any] | None = None
+    round_group: Callable[[BlockTask, InputGroup, Any, Any], BlockResult] | None = None
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
         """The method's options from a recipe; raises `RecipeError` for a wrong name or type."""
@@ -108,6 +146,15 @@ class Method:
                     f"known: {', '.join(known) or 'none'}"
                 )
         return read_section(self.options_type, values, f"method {self.name}")
+
+
+def join_results(results: Iterable[BlockResult]) -> BlockResult:
+    """The linears and reports of several results as one."""
+    parts = list(results)
+    return BlockResult(
+        qtensors={name: q for part in parts for name, q in part.qtensors.items()},
+        reports=tuple(report for part in parts for report in part.reports),
+    )
 
 
 def load_method(name: str) -> Method:
