@@ -340,7 +340,9 @@ class Quantizer:
         """`result` with the static scales of its inputs, seen in the block as it was quantized."""
         assert self.activations is not None, "text was asked for"
         assert self.plan.observer is not None
-        _load_results(block, result.qtensors, _dense(task, without=result.qtensors), self.device, self.dtype)
+        _load_results(
+            block, result.qtensors, _dense(task, without=result.qtensors), self.device, self.dtype
+        )
         capture = RangeCapture(task.groups, self.plan.observer)
         with self.watch.measure("observe"):
             self.activations.observe(block, capture)

@@ -44,7 +44,9 @@ def quantize_block(task: BlockTask, options: SmoothQuantOptions) -> BlockResult:
     qtensors, reports = {}, []
     for group in task.groups:
         scale_K = scales.get(group.name)
-        moment = scaled_moment(task.statistics[group.name].second_moment, scale_K)
+        moment = task.statistics[group.name].second_moment
+        if scale_K is not None:
+            moment = scaled_moment(moment, scale_K)
         for name in (m for m in group.members if m in task.quant):
             weight, quant = task.weights[name], task.quant[name]
             qtensor = quantize(weight, quant, shared.get(name), scale_dtype=task.scale_dtype)
