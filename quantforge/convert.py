@@ -254,6 +254,7 @@ def _manifest(conversion: _Conversion, scale_error: float, progress: Progress) -
         method=old.method,
         seed=old.seed,
         calibration=old.calibration,
+        allocation=old.allocation,
         layers=tuple(_without_size(layer) for layer in old.layers),
         run=old.run,
         evaluations=old.evaluations if scale_error == 0 and not conversion.lost else (),

@@ -36,6 +36,7 @@ def make_fingerprint(
             "ignore": list(plan.ignore),
             "activation_observer": None if plan.observer is None else str(plan.observer),
             "kv_cache": None if plan.kv_cache is None else str(plan.kv_cache),
+            **({} if plan.allocation is None else {"allocation": dict(plan.allocation)}),
         },
         "dtype": str(dtype),
         "device": device.type,

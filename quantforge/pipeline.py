@@ -29,10 +29,10 @@ from quantforge.calibration.kv_ranges import calibrate_kv_scales
 from quantforge.calibration.ranges import RangeCapture, static_scale
 from quantforge.calibration.statistics import StatisticsFile
 from quantforge.calibration.streams import Observed, Streams
-from quantforge.checkpoint.base import SchemeGroup
 from quantforge.checkpoint.kv_scales import with_kv_cache
 from quantforge.checkpoint.manifest import Manifest, provenance_versions
 from quantforge.checkpoint.reader import CheckpointReader
+from quantforge.checkpoint.targets import scheme_groups
 from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.checkpoint.writer import CheckpointWriter
 from quantforge.errors import CalibrationError, CheckpointError, UsageError
@@ -263,7 +263,7 @@ class Quantizer:
         self.reports += reports
 
         def write() -> None:
-            encoded = self._encoded(qtensors) | scales
+            encoded = self._encoded(prefix, qtensors) | scales
             finished = FinishedBlock(encoded=encoded, dense=dense, reports=reports)
             if self.work is not None:
                 self.work.add_block(layer, finished)
@@ -310,14 +310,15 @@ class Quantizer:
     def _stored_bits(self, name: str, qtensor: QuantizedTensor) -> float:
         """Bits a weight that the linear `name` takes on disk, scales and zero points included."""
         scheme = self.plan.layers[name]
-        specs = self.plan.format.tensors(qtensor.shape, scheme, qtensor.scale.dtype)
+        layout = self.plan.format_of(name)
+        specs = layout.tensors(qtensor.shape, scheme, qtensor.scale.dtype)
         return 8 * sum(spec.num_bytes for spec in specs.values()) / math.prod(qtensor.shape)
 
-    def _encoded(self, qtensors: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+    def _encoded(self, prefix: str, qtensors: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         return {
             f"{name}.{suffix}": tensor
             for name, qtensor in qtensors.items()
-            for suffix, tensor in self.plan.format.encode(qtensor).items()
+            for suffix, tensor in self.plan.format_of(prefix + name).encode(qtensor).items()
         }
 
     def _kv_scales(
@@ -487,7 +488,7 @@ class Quantizer:
         qtensor = quantize(weight, quant, scale_dtype=self.plan.config.dtype)
         _refuse_bad_scales(name, qtensor)
         weight_error, _ = relative_errors(weight, qtensor.dequantize(weight.dtype), None)
-        stored = self.plan.format.encode(qtensor.to("cpu"))
+        stored = self.plan.format_of(name).encode(qtensor.to("cpu"))
         for suffix, tensor in stored.items():
             writer.add(f"{name}.{suffix}", tensor)
         asked = self.plan.method.name
@@ -698,9 +699,9 @@ def peak_host_bytes() -> int:
 
 
 def _config(reader: CheckpointReader, plan: QuantizePlan) -> dict[str, object]:
-    group = SchemeGroup(targets=("Linear",), scheme=plan.scheme)
+    groups = scheme_groups(plan.layers, plan.ignore)
     config = dict(reader.config)
-    section = plan.format.quantization_config([group], plan.ignore)
+    section = plan.format.quantization_config(groups, plan.ignore)
     config["quantization_config"] = with_kv_cache(section, plan.kv_cache)
     if plan.quantizes_lm_head:
         config["tie_word_embeddings"] = False
@@ -734,6 +735,7 @@ def _manifest(
         method=plan.method.name,
         seed=recipe.calibration.seed,
         calibration=calibration,
+        allocation=plan.allocation,
         layers=tuple(asdict(r) for r in quantizer.reports),
         run={
             "device": _device_name(quantizer.device),

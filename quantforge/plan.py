@@ -1,13 +1,14 @@
 """What will be quantized how, decided and checked before any work starts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from quantforge.calibration.ranges import DEFAULT_OBSERVER, Observer, parse_observer
-from quantforge.checkpoint.base import Format, format_for
+from quantforge.checkpoint.base import Format, format_for, format_for_all
 from quantforge.checkpoint.kv_scales import KV_SCALE_BYTES
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import RecipeError, UnsupportedError
@@ -17,7 +18,7 @@ from quantforge.models.config import ModelConfig
 from quantforge.models.expected import check_checkpoint, extra_tensors
 from quantforge.models.loader import architecture_of, load_config
 from quantforge.models.partition import Partition
-from quantforge.recipe import QuantizeSection
+from quantforge.recipe import LayerSection, QuantizeSection
 from quantforge.schemes import QuantScheme, TensorQuant, kv_cache_quant, preset, with_group_size
 
 AUTO_GROUP_SIZES = (128, 64, 32)
@@ -27,8 +28,10 @@ AUTO_GROUP_SIZES = (128, 64, 32)
 class QuantizePlan:
     """Method, format, and the scheme of every linear that will be quantized, by full name.
 
-    `planned_bytes` is what the weight files will hold, without headers; `observer` chooses the
-    static scales of inputs, None where the scheme has none.
+    `scheme` is that of linears for which nothing else was said, `format` that of the checkpoint;
+    `allocation` says how schemes were chosen, where they were. `planned_bytes` is what the weight
+    files will hold, without headers; `observer` chooses the static scales of inputs, None where no
+    scheme has any.
     """
 
     method: Method
@@ -45,6 +48,7 @@ class QuantizePlan:
     observer: Observer | None = None
     kv_cache: TensorQuant | None = None
     """What the KV cache's scales are calibrated for, None where there are none."""
+    allocation: Mapping[str, Any] | None = None
 
     @property
     def needs_text(self) -> bool:
@@ -54,6 +58,16 @@ class QuantizePlan:
             self.method.needs_statistics or self.observer is not None or self.kv_cache is not None
         )
 
+    @property
+    def scheme_name(self) -> str:
+        """The schemes of all layers, the one of most layers first: ``int4-g64-asym + ...``."""
+        counts = Counter(self.layers.values()).most_common()
+        return " + ".join(str(scheme) for scheme, _ in counts)
+
+    def format_of(self, layer: str) -> Format:
+        """The format in which `layer` is stored: that of the checkpoint, or a part of it."""
+        return format_for(self.layers[layer])
+
     def block_linears(self, layer: int) -> dict[str, QuantScheme]:
         """The targets of one block, by name within the block."""
         prefix = self.architecture.block_prefix.format(layer=layer)
@@ -62,15 +76,22 @@ class QuantizePlan:
     def describe_scheme(self) -> str:
         """``int4-g64-asym``, or ``int4-g64-asym, KV cache fp8-tensor``."""
         kv_cache = "" if self.kv_cache is None else f", KV cache {self.kv_cache}"
-        return f"{self.scheme}{kv_cache}"
+        return f"{self.scheme_name}{kv_cache}"
 
     @property
     def quantizes_lm_head(self) -> bool:
         return self.architecture.lm_head in self.layers
 
 
-def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> QuantizePlan:
+def plan_quantization(
+    reader: CheckpointReader,
+    section: QuantizeSection,
+    assigned: Mapping[str, QuantScheme] | None = None,
+    allocation: Mapping[str, Any] | None = None,
+) -> QuantizePlan:
     """The plan of `section` for the model behind `reader`.
+
+    `assigned` are schemes that an allocation chose, by layer; `allocation` says how.
 
     Raises `UnsupportedError` for a model that is quantized already or that no format can hold,
     `CheckpointError` for tensors that are missing or of a wrong shape, and `RecipeError` for
@@ -91,19 +112,22 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
     targets, ignored = split_ignored(shapes, section.ignore)
     if not targets:
         raise RecipeError(f"ignore {list(section.ignore)} leaves nothing to quantize")
-    scheme = resolve_scheme(section, {name: shapes[name] for name in targets})
-    if not {scheme.weight.dtype, scheme.weight.code_type} & set(method.code_types):
-        raise RecipeError(
-            f"method {method.name} does not round to {scheme.weight.code_type} codes, which scheme "
-            f"{section.scheme} has; use method rtn"
-        )
-    refuse_misfits({name: shapes[name] for name in targets}, scheme)
-    observer = resolve_observer(section, scheme, architecture.lm_head in targets)
-    layout = format_for(scheme)
+    scheme, layers = resolve_layers(section, shapes, targets)
+    layers |= assigned or {}
+    for used in dict.fromkeys(layers.values()):
+        if not {used.weight.dtype, used.weight.code_type} & set(method.code_types):
+            raise RecipeError(
+                f"method {method.name} does not round to {used.weight.code_type} codes, which "
+                f"scheme {used} has; use method rtn"
+            )
+        refuse_misfits({name: shapes[name] for name in targets if layers[name] == used}, used)
+    refuse_split_groups(layers, architecture, config)
+    observer = resolve_observer(section, layers.values(), architecture.lm_head in targets)
+    layout = format_for_all(layers.values())
     dense_bytes = sum(reader.spec(n).num_bytes for n in reader.names())
     saved = 0
     for name in targets:
-        specs = layout.tensors(shapes[name], scheme, config.dtype).values()
+        specs = layout.tensors(shapes[name], layers[name], config.dtype).values()
         replaced = f"{name}.weight"
         saved += reader.spec(replaced).num_bytes if replaced in reader else 0
         saved -= sum(spec.num_bytes for spec in specs)
@@ -117,12 +141,13 @@ def plan_quantization(reader: CheckpointReader, section: QuantizeSection) -> Qua
         config=config,
         scheme=scheme,
         format=layout,
-        layers=dict.fromkeys(targets, scheme),
+        layers=layers,
         ignore=tuple(ignored),
         planned_bytes=dense_bytes - saved,
         extra=extra,
         observer=observer,
         kv_cache=kv_cache,
+        allocation=allocation,
     )
 
 
@@ -145,18 +170,94 @@ def split_ignored(
     names: Mapping[str, object], ignore: tuple[str, ...]
 ) -> tuple[list[str], list[str]]:
     """(targets, ignored): a pattern equals a name, or its last part, or globs it."""
-
-    def is_ignored(name: str, pattern: str) -> bool:
-        return pattern in (name, name.rsplit(".", 1)[-1]) or fnmatchcase(name, pattern)
-
     for pattern in ignore:
-        if not any(is_ignored(name, pattern) for name in names):
-            raise RecipeError(
-                f"ignore: {pattern!r} matches no linear of the model; names look like "
-                f"{next(iter(names))!r} (glob patterns and last parts such as 'down_proj' work too)"
-            )
-    ignored = [n for n in names if any(is_ignored(n, p) for p in ignore)]
+        refuse_unknown(names, pattern, "ignore")
+    ignored = [n for n in names if any(is_named(n, p) for p in ignore)]
     return [n for n in names if n not in ignored], ignored
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether `pattern` is `name`, its last part, or a glob that it fits."""
+    return pattern in (name, name.rsplit(".", 1)[-1]) or fnmatchcase(name, pattern)
+
+
+def refuse_unknown(names: Iterable[str], pattern: str, where: str) -> None:
+    """Raises `RecipeError` for a pattern that matches none of `names`."""
+    if not any(is_named(name, pattern) for name in names):
+        raise RecipeError(
+            f"{where}: {pattern!r} matches no linear of the model; names look like "
+            f"{next(iter(names))!r} (glob patterns and last parts such as 'down_proj' work too)"
+        )
+
+
+def resolve_layers(
+    section: QuantizeSection, shapes: Mapping[str, tuple[int, int]], targets: list[str]
+) -> tuple[QuantScheme, dict[str, QuantScheme]]:
+    """(scheme of the section, scheme of each target): the last pattern of `layers` counts."""
+    pattern_of: dict[str, str | None] = dict.fromkeys(targets)
+    for pattern in section.layers:
+        refuse_unknown(shapes, pattern, "layers")
+        if not any(is_named(name, pattern) for name in targets):
+            raise RecipeError(f"layers: {pattern!r} matches only linears that `ignore` leaves out")
+        pattern_of |= {name: pattern for name in targets if is_named(name, pattern)}
+    members: dict[str | None, list[str]] = {}
+    for name, found in pattern_of.items():
+        members.setdefault(found, []).append(name)
+    layers: dict[str, QuantScheme] = {}
+    for chosen, names in members.items():
+        own = section if chosen is None else _overridden(section, section.layers[chosen])
+        try:
+            scheme = resolve_scheme(own, {name: shapes[name] for name in names})
+        except RecipeError as error:
+            where = "" if chosen is None else f"layers: {chosen!r}: "
+            raise RecipeError(f"{where}{error}") from error
+        layers |= dict.fromkeys(names, scheme)
+    rest = members.get(None) or targets
+    return layers[rest[0]], {name: layers[name] for name in targets}
+
+
+def _overridden(section: QuantizeSection, own: LayerSection) -> QuantizeSection:
+    """`section` as it is for the linears of one pattern."""
+    if own.scheme is not None:
+        return dataclasses.replace(
+            section,
+            scheme=own.scheme,
+            group_size="auto" if own.group_size is None else own.group_size,
+            symmetric=own.symmetric,
+        )
+    return dataclasses.replace(
+        section,
+        group_size=section.group_size if own.group_size is None else own.group_size,
+        symmetric=section.symmetric if own.symmetric is None else own.symmetric,
+    )
+
+
+def merge_units(
+    layers: Iterable[str], architecture: Architecture, config: ModelConfig
+) -> list[tuple[str, ...]]:
+    """The linears of `layers` that runtimes join into one (q/k/v, gate/up) and so share a scheme,
+    block by block; a linear that nothing is joined with is a unit of its own. No lm_head."""
+    known = set(layers)
+    units = []
+    for layer in range(config.num_layers):
+        prefix = architecture.block_prefix.format(layer=layer)
+        for group in architecture.input_groups:
+            members = tuple(n for m in group.members if (n := prefix + m) in known)
+            units += [members] if members else []
+    return units
+
+
+def refuse_split_groups(
+    layers: Mapping[str, QuantScheme], architecture: Architecture, config: ModelConfig
+) -> None:
+    """Raises `RecipeError` where linears that runtimes join have different schemes."""
+    for unit in merge_units(layers, architecture, config):
+        if other := [name for name in unit if layers[name] != layers[unit[0]]]:
+            raise RecipeError(
+                f"layers: {unit[0]} is {layers[unit[0]]}, but {other[0]} is {layers[other[0]]}; "
+                f"runtimes join {', '.join(n.rsplit('.', 1)[-1] for n in unit)} into one product, "
+                "so give them one scheme"
+            )
 
 
 def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int]]) -> QuantScheme:
@@ -192,14 +293,14 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
 
 
 def resolve_observer(
-    section: QuantizeSection, scheme: QuantScheme, quantizes_lm_head: bool
+    section: QuantizeSection, schemes: Iterable[QuantScheme], quantizes_lm_head: bool
 ) -> Observer | None:
-    """What chooses the static scales of inputs; None for a scheme without them.
+    """What chooses the static scales of inputs; None where no scheme has them.
 
     Raises `RecipeError` for an observer that has nothing to do, and for a head whose inputs no
     block sees.
     """
-    if not scheme.has_static_inputs:
+    if not any(scheme.has_static_inputs for scheme in schemes):
         if section.activation_observer is not None:
             raise RecipeError(
                 f"activation_observer {section.activation_observer!r}: scheme {section.scheme} has "

@@ -49,8 +49,25 @@ EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSection:
+    """How the linears of one pattern differ; what is None is as in the section around it.
+
+    A `scheme` of its own brings its own group size and symmetry.
+    """
+
+    scheme: str | None = None
+    group_size: int | str | None = None
+    symmetric: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeSection:
-    """What to quantize and how. `options` go to the method, which checks them."""
+    """What to quantize and how. `options` go to the method, which checks them.
+
+    `layers` gives linears schemes of their own, by name, last part or glob; of several patterns
+    that match, the last counts. `target_bits` or `max_kl` choose schemes of `candidates` (default:
+    `allocation.DEFAULT_CANDIDATES`) for the linears of the blocks by their sensitivity.
+    """
 
     method: str = "awq"
     scheme: str = "w4a16"
@@ -64,6 +81,10 @@ class QuantizeSection:
     kv_cache: str = "none"
     """``fp8`` or ``int8`` calibrates a scale for each layer's keys and values."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, LayerSection] = field(default_factory=dict)
+    target_bits: float | None = None
+    max_kl: float | None = None
+    candidates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +283,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{where} is {value!r}; expected a mapping")
-        return dict(value)
+        inner = typing.get_args(hint)[1]
+        if inner is Any:
+            return dict(value)
+        return {str(k): _convert(v, inner, f"{where}: {k}") for k, v in value.items()}
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if origin is float and isinstance(value, str) and EXPONENT.fullmatch(value):

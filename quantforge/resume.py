@@ -81,6 +81,16 @@ def num_kept_blocks(output: Path) -> int:
     return _count_blocks(folder)
 
 
+def kept_allocation(output: Path) -> dict[str, Any] | None:
+    """The schemes that a killed run to `output` had chosen by sensitivity, None where none are."""
+    path = work_folder(output) / FINGERPRINT_FILE
+    if not path.is_file():
+        return None
+    plan = read_json(path).get("plan")
+    found = plan.get("allocation") if isinstance(plan, dict) else None
+    return found if isinstance(found, dict) else None
+
+
 def progress_bytes(
     plan: QuantizePlan, evidence: CalibrationSet | StatisticsFile | None, dtype: torch.dtype
 ) -> int:

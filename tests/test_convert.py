@@ -269,5 +269,5 @@ def test_a_hostile_tensor_is_named_with_its_file(
 def test_every_format_that_can_be_written_is_offered() -> None:
     names = {layout.name for layout in known_formats()}
     fp4 = {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
-    packed = {"pack-quantized", "float-quantized", "int-quantized"}
+    packed = {"pack-quantized", "float-quantized", "int-quantized", "mixed-precision"}
     assert names == packed | fp4 | {"awq", "gptq", "gptq_v2"}

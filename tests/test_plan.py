@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import CheckpointError, RecipeError, UnsupportedError
-from quantforge.plan import QuantizePlan, plan_quantization
-from quantforge.recipe import QuantizeSection
+from quantforge.plan import QuantizePlan, merge_units, plan_quantization
+from quantforge.recipe import LayerSection, QuantizeSection, parse_recipe
 from quantforge.schemes import PRESETS
 
 TinyModel = Callable[..., Path]
@@ -200,3 +200,87 @@ def test_planned_bytes_count_codes_scales_and_what_stays(tied: bool, tiny_model:
     lm_head = 0 if tied else 4 * 512 * 64
     assert plan(folder).planned_bytes == dense + blocks + lm_head
     assert plan(folder, ignore=()).planned_bytes == dense + blocks + packed([head])
+
+
+def names(scheme: str, found: QuantizePlan) -> set[str]:
+    return {name for name, own in found.layers.items() if str(own) == scheme}
+
+
+def test_a_pattern_gives_layers_a_scheme_of_their_own(tiny_model: TinyModel) -> None:
+    layers = {"down_proj": LayerSection(scheme="w8a16"), "*.0.*o_proj": LayerSection(group_size=32)}
+    found = plan(tiny_model(), layers=layers)
+    down = {f"model.layers.{i}.mlp.down_proj" for i in range(2)}
+    assert names("int8-channel-sym", found) == down
+    assert names("int4-g32-asym", found) == {"model.layers.0.self_attn.o_proj"}
+    assert len(names("int4-g64-asym", found)) == 11
+    assert found.scheme_name == "int4-g64-asym + int8-channel-sym + int4-g32-asym"
+    assert found.format.name == "pack-quantized"
+
+
+def test_the_last_pattern_counts_and_inherits_what_it_does_not_say(tiny_model: TinyModel) -> None:
+    layers = {"*.down_proj": LayerSection(scheme="w8a16"), "*.1.*": LayerSection(symmetric=True)}
+    found = plan(tiny_model(), group_size=32, layers=layers)
+    assert names("int8-channel-sym", found) == {"model.layers.0.mlp.down_proj"}
+    assert names("int4-g32-sym", found) == {f"model.layers.1.{n}" for n in LINEARS}
+
+
+def test_the_group_size_of_the_rest_need_not_fit_a_pattern(tiny_model: TinyModel) -> None:
+    found = plan(
+        tiny_model(intermediate_size=100), layers={"down_proj": LayerSection(scheme="w8a16")}
+    )
+    assert found.scheme.weight.group_size == 64
+
+
+def test_formats_are_mixed_where_schemes_need_several(tiny_model: TinyModel) -> None:
+    found = plan(
+        tiny_model(), method="rtn", layers={"down_proj": LayerSection(scheme="fp8_dynamic")}
+    )
+    assert found.format.name == "mixed-precision"
+    assert found.format_of("model.layers.0.mlp.down_proj").name == "float-quantized"
+    assert found.format_of("model.layers.0.mlp.up_proj").name == "pack-quantized"
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"layers": {"dwn": LayerSection(scheme="w8a16")}}, "layers: 'dwn' matches no linear"),
+        ({"layers": {"lm_head": LayerSection(scheme="w8a16")}}, "'lm_head' matches only linears"),
+        ({"layers": {"*.0.*": LayerSection(group_size=48)}}, "48 does not divide in_features 64"),
+        (
+            {"layers": {"*.0.*": LayerSection(scheme="w9")}},
+            r"layers: '\*.0.\*': unknown scheme 'w9'",
+        ),
+        (
+            {"layers": {"v_proj": LayerSection(scheme="w8a16")}},
+            "q_proj is int4-g64-asym, but .*0.self_attn.v_proj is int8-.* join q_proj, k_proj",
+        ),
+        ({"layers": {"up_proj": LayerSection(group_size=32)}}, "join gate_proj, up_proj"),
+        (
+            {"layers": {"o_proj": LayerSection(scheme="fp8_dynamic")}},
+            "awq does not round to float codes, which scheme fp8-channel",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("no_weight_is_read")
+def test_schemes_that_cannot_be_mixed_are_refused(
+    section: dict[str, Any], reason: str, tiny_model: TinyModel
+) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        plan(tiny_model(), **section)
+
+
+def test_units_are_what_runtimes_join(tiny_model: TinyModel) -> None:
+    found = plan(tiny_model(), ignore=("lm_head", "model.layers.1.*"))
+    units = merge_units(found.layers, found.architecture, found.config)
+    assert [tuple(n.rsplit(".", 1)[-1] for n in unit) for unit in units] == [
+        ("q_proj", "k_proj", "v_proj"),
+        ("o_proj",),
+        ("gate_proj", "up_proj"),
+        ("down_proj",),
+    ]
+
+
+def test_a_pattern_of_a_recipe_has_known_keys() -> None:
+    document = {"quantize": {"layers": {"down_proj": {"schem": "w8a16"}}}}
+    with pytest.raises(RecipeError, match=r"layers: down_proj: unknown key 'schem' .*'scheme'"):
+        parse_recipe(document, source="given")

@@ -5,7 +5,7 @@ A format lives in one file of this folder (found by `quantforge.registry`), whic
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,11 +18,24 @@ from quantforge.registry import did_you_mean, entry_names, load_entry
 from quantforge.schemes import QuantScheme, TensorQuant
 
 PACKAGE = "quantforge.checkpoint"
-SHARED = ("base", "inspection", "kv_scales", "manifest", "reader", "shard", "verify", "writer")
+SHARED = (
+    "base",
+    "inspection",
+    "kv_scales",
+    "manifest",
+    "reader",
+    "shard",
+    "targets",
+    "verify",
+    "writer",
+)
 """Files of this folder that are not formats."""
 
 NATIVE = "compressed_tensors"
 """The file of the format that `format_for` prefers."""
+
+COMPOSITE = "mixed"
+"""The file of the format that is made of others; `format_for` takes it last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +142,10 @@ class Format(Protocol):
 
 
 def known_formats() -> tuple[Format, ...]:
-    """Every format of this folder, the native one first."""
-    names = sorted(entry_names(PACKAGE, SHARED), key=lambda name: name != NATIVE)
+    """Every format of this folder, the native one first, the composite one last."""
+    names = sorted(
+        entry_names(PACKAGE, SHARED), key=lambda name: (name != NATIVE, name == COMPOSITE, name)
+    )
     return tuple(load_entry(PACKAGE, name, "format", SHARED).FORMAT for name in names)
 
 
@@ -152,6 +167,22 @@ def format_for(scheme: QuantScheme) -> Format:
             return candidate
     names = ", ".join(f.name for f in known)
     raise UnsupportedError(f"no checkpoint format holds scheme {scheme}; formats: {names}")
+
+
+def format_for_all(schemes: Iterable[QuantScheme]) -> Format:
+    """The format of a checkpoint with layers of all of `schemes`: that of each where it is the
+    same, else the composite one. Raises `UnsupportedError` naming a scheme that does not fit."""
+    found = {scheme: format_for(scheme) for scheme in schemes}
+    if len({layout.name for layout in found.values()}) == 1:
+        return next(iter(found.values()))
+    composite: Format = load_entry(PACKAGE, COMPOSITE, "format", SHARED).FORMAT
+    for scheme, layout in found.items():
+        if not composite.matches(scheme):
+            raise UnsupportedError(
+                f"format {layout.name}, which holds scheme {scheme}, cannot be mixed with others "
+                "in one checkpoint; give all layers schemes of one format"
+            )
+    return composite
 
 
 def format_of_config(quantization_config: Mapping[str, Any]) -> Format:

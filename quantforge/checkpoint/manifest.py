@@ -40,6 +40,7 @@ class Manifest:
     - `source` name and hashes of the model that was quantized, `recipe` as it was resolved;
     - `calibration` id, sha256, num_samples and sequence_length, None without calibration;
     - `layers` name, scheme, method, errors and more of each quantized layer (`LayerReport`);
+    - `allocation` how schemes were chosen by sensitivity, None where they were given;
     - `run` what the run took: device, dtype, seconds, peak memory, and the linears it left alone;
     - `evaluations` in the order they were made;
     - `files` name -> sha256 of everything else in the folder;
@@ -55,6 +56,7 @@ class Manifest:
     calibration: Mapping[str, Any] | None = None
     layers: tuple[Mapping[str, Any], ...] = ()
     run: Mapping[str, Any] | None = None
+    allocation: Mapping[str, Any] | None = None
     evaluations: tuple[Mapping[str, Any], ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     created: str = field(default_factory=_now)
@@ -110,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     values = {key: document[key] for key in _KINDS}
     for key in ("layers", "evaluations"):
         values[key] = tuple(values[key])
-    return Manifest(**values)
+    return Manifest(**values, allocation=document.get("allocation"))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:

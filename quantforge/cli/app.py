@@ -15,7 +15,7 @@ from quantforge.errors import EXIT_BAD_DATA, EXIT_INTERRUPTED, QuantForgeError
 from quantforge.registry import entry_names, load_entry
 
 PACKAGE = "quantforge.cli"
-SHARED = ("app", "dry_run", "evidence", "options", "run_summary")
+SHARED = ("allocate", "app", "dry_run", "evidence", "options", "run_summary")
 
 
 def build_app() -> typer.Typer:

@@ -53,7 +53,7 @@ def show_plan(
         "dry_run": True,
         "model": model,
         "method": plan.method.name,
-        "scheme": str(plan.scheme),
+        "scheme": plan.scheme_name,
         "kv_cache": None if plan.kv_cache is None else str(plan.kv_cache),
         "device": device.type,
         "dtype": precision,

@@ -23,8 +23,9 @@ from quantforge.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from quantforge.calibration.data import CalibrationSet
     from quantforge.console import Console
-    from quantforge.pipeline import Evidence
+    from quantforge.pipeline import Evidence, QuantizeReport
     from quantforge.plan import QuantizePlan
     from quantforge.recipe import Recipe
 
@@ -82,6 +83,34 @@ def register(app: typer.Typer) -> None:
                 "--kv-cache", help="none (default), fp8 or int8: also calibrate KV-cache scales."
             ),
         ] = None,
+        target_bits: Annotated[
+            float | None,
+            typer.Option(
+                "--target-bits",
+                help="Mix schemes: the best for this many bits a weight, scales included.",
+            ),
+        ] = None,
+        max_kl: Annotated[
+            float | None,
+            typer.Option(
+                "--max-kl", help="Mix schemes: the fewest bits for this KL divergence (predicted)."
+            ),
+        ] = None,
+        candidates: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--candidate",
+                help="A scheme to mix, such as int4-g64-asym or w8a16; repeatable.",
+            ),
+        ] = None,
+        verify_kl: Annotated[
+            bool,
+            typer.Option(
+                "--verify-kl",
+                help="With --max-kl: measure the KL on held-out text, and choose again until it "
+                "is met (3 rounds at most).",
+            ),
+        ] = False,
         calibration: CalibrationOption = None,
         num_samples: NumSamplesOption = None,
         sequence_length: SequenceLengthOption = None,
@@ -126,6 +155,13 @@ def register(app: typer.Typer) -> None:
         quiet: QuietOption = False,
     ) -> None:
         """Quantize a model into a compressed-tensors folder, verified before it appears."""
+        from quantforge.cli.allocate import (
+            choose_schemes,
+            divergence_from,
+            is_allocated,
+            quantize_until_met,
+            show_allocation,
+        )
         from quantforge.cli.dry_run import refuse_lacking, show_plan
         from quantforge.cli.run_summary import show_run
         from quantforge.console import Console
@@ -136,6 +172,7 @@ def register(app: typer.Typer) -> None:
         from quantforge.pipeline import quantize_model
         from quantforge.plan import plan_quantization
         from quantforge.report import check_report_path
+        from quantforge.sensitivity import check_target
 
         console = Console(json_output=json_output, quiet=quiet)
         _refuse_text_options(
@@ -157,6 +194,9 @@ def register(app: typer.Typer) -> None:
                 "ignore": None if ignore is None else tuple(ignore),
                 "activation_observer": activation_observer,
                 "kv_cache": kv_cache,
+                "target_bits": target_bits,
+                "max_kl": max_kl,
+                "candidates": None if candidates is None else tuple(candidates),
             },
             {
                 "dataset": calibration,
@@ -172,6 +212,9 @@ def register(app: typer.Typer) -> None:
             raise UsageError("give the folder to write with --output, or only plan with --dry-run")
         if report is not None:
             check_report_path(report)
+        check_target(chosen.quantize)
+        if verify_kl and (chosen.quantize.max_kl is None or resume or dry_run):
+            raise UsageError("--verify-kl belongs to --max-kl, without --resume and --dry-run")
         where = resolve_device(device)
         with console.progress() as progress:
             source = resolve_model(model, progress=progress)
@@ -179,6 +222,20 @@ def register(app: typer.Typer) -> None:
             plan = plan_quantization(reader, chosen.quantize)
             _refuse_statistics_for_kv(plan, chosen.calibration.dataset)
             compute_dtype = resolve_dtype(dtype, where, plan.config.dtype)
+            chosen_by = None
+            if is_allocated(chosen.quantize):
+                chosen_by = choose_schemes(
+                    reader,
+                    plan,
+                    chosen,
+                    lambda: _text(source, chosen, device, dtype, console, progress),
+                    kept_at=output if resume else None,
+                    device=where,
+                    dtype=compute_dtype,
+                    progress=progress,
+                )
+                plan = chosen_by.plan
+                show_allocation(console, plan)
             if dry_run or output is None:
                 show_plan(console, model, reader, plan, chosen.calibration, where, compute_dtype)
                 return
@@ -187,11 +244,13 @@ def register(app: typer.Typer) -> None:
                 reader, plan, chosen.calibration, output, where, compute_dtype,
                 keeps_progress=resume_every != 0, ignore_memory=ignore_memory_check,
             )  # fmt: skip
-            evidence = _evidence(source, plan, chosen, device, dtype, console, progress)
-            with _progress_kept(console, output, resume=resume):
-                done = quantize_model(
+            text = None if chosen_by is None else chosen_by.text
+            evidence = _evidence(source, plan, chosen, device, dtype, console, progress, text)
+
+            def run(plan: "QuantizePlan", folder: Path) -> "QuantizeReport":
+                return quantize_model(
                     source,
-                    output,
+                    folder,
                     chosen,
                     plan,
                     evidence,
@@ -203,6 +262,15 @@ def register(app: typer.Typer) -> None:
                     dequantize=dequantize,
                     progress=progress,
                 )
+
+            with _progress_kept(console, output, resume=resume):
+                if verify_kl and chosen_by is not None:
+                    measured = divergence_from(source, device, dtype, progress)
+                    plan, done = quantize_until_met(
+                        console, chosen_by, output, run, measured, overwrite=overwrite
+                    )
+                else:
+                    done = run(plan, output)
         show_run(console, plan, done, report)
 
 
@@ -214,6 +282,8 @@ def _recipe(name: str | None, quantize: dict[str, Any], calibration: dict[str, A
     from quantforge.recipe import Recipe, load_recipe
 
     base = Recipe(source="command line") if name is None else load_recipe(name)
+    if quantize["target_bits"] is not None or quantize["max_kl"] is not None:
+        base = replace(base, quantize=replace(base.quantize, target_bits=None, max_kl=None))
     given = {key: value for key, value in quantize.items() if value is not None}
     return replace(
         base,
@@ -302,16 +372,36 @@ def _evidence(
     dtype: str,
     console: "Console",
     progress: Any,
+    text: "CalibrationSet | None" = None,
 ) -> "Evidence | None":
-    """Calibration text, or a file of statistics; nothing for a method that needs none."""
+    """Calibration text, or a file of statistics; nothing for a method that needs none.
+
+    `text` is the calibration text where it was read already.
+    """
     from quantforge.calibration.statistics import StatisticsFile
-    from quantforge.cli.evidence import STATISTICS_SUFFIX, calibration_set
+    from quantforge.cli.evidence import STATISTICS_SUFFIX
 
     if not plan.needs_text:
         return None
     section = recipe.calibration
     if section.dataset.endswith(STATISTICS_SUFFIX):
         return StatisticsFile(Path(section.dataset)).require_model(source)
+    return text or _text(source, recipe, device, dtype, console, progress)
+
+
+def _text(
+    source: Path, recipe: "Recipe", device: str, dtype: str, console: "Console", progress: Any
+) -> "CalibrationSet":
+    """The calibration text; raises `UsageError` where a statistics file stands in for it."""
+    from quantforge.cli.evidence import STATISTICS_SUFFIX, calibration_set
+    from quantforge.errors import UsageError
+
+    section = recipe.calibration
+    if section.dataset.endswith(STATISTICS_SUFFIX):
+        raise UsageError(
+            f"sensitivities are measured on text, and {section.dataset} holds statistics; "
+            "give --calibration a text"
+        )
     return calibration_set(
         source, section, device=device, dtype=dtype, console=console, progress=progress
     )

@@ -57,7 +57,7 @@ def show_run(
         "output": str(report.output),
         "report": None if page is None else str(page),
         "method": plan.method.name,
-        "scheme": str(plan.scheme),
+        "scheme": plan.scheme_name,
         "kv_cache": None if plan.kv_cache is None else str(plan.kv_cache),
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
         "written_bytes": report.written_bytes,
