@@ -57,6 +57,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="unquantized model folder")
+    parser.add_argument("--baseline", type=Path, help="what to compare with; default: the model")
     parser.add_argument("--calibration", default="bundled")
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=2048)
@@ -65,14 +66,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--eval-dtype", help="dtype of the evaluation; default: --dtype")
     parser.add_argument("--run", action="append", required=True, help="METHOD[:SCHEME]; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="evaluations at a time")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 
-def shared_options(arguments: argparse.Namespace) -> list[str]:
-    return ["--device", arguments.device, "--dtype", arguments.dtype, "--json", "--quiet"]
+def shared_options(arguments: argparse.Namespace, dtype: str | None = None) -> list[str]:
+    return ["--device", arguments.device, "--dtype", dtype or arguments.dtype, "--json", "--quiet"]
 
 
 def quantize(arguments: argparse.Namespace, run: str, folder: Path) -> dict[str, Any]:
@@ -93,9 +95,11 @@ def quantize(arguments: argparse.Namespace, run: str, folder: Path) -> dict[str,
 def evaluate(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The checkpoint in `folder` beside the source."""
     limit = [] if arguments.max_tokens is None else ["--max-tokens", str(arguments.max_tokens)]
+    baseline = arguments.baseline or arguments.model
     return quantforge_json(
-        "eval", "ppl", str(folder), "--baseline", str(arguments.model), "--data", arguments.text,
-        "--window", str(arguments.window), *limit, *shared_options(arguments),
+        "eval", "ppl", str(folder), "--baseline", str(baseline), "--data", arguments.text,
+        "--window", str(arguments.window), *limit,
+        *shared_options(arguments, arguments.eval_dtype),
     )  # fmt: skip
 
 

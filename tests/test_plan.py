@@ -257,7 +257,7 @@ def test_formats_are_mixed_where_schemes_need_several(tiny_model: TinyModel) -> 
         ({"layers": {"up_proj": LayerSection(group_size=32)}}, "join gate_proj, up_proj"),
         (
             {"layers": {"o_proj": LayerSection(scheme="fp8_dynamic")}},
-            "awq does not round to float codes, which scheme fp8-channel",
+            "awq does not round to float8 codes, which scheme fp8-channel",
         ),
     ],
 )
