@@ -115,7 +115,9 @@ def plan_quantization(
     scheme, layers = resolve_layers(section, shapes, targets)
     layers |= assigned or {}
     for used in dict.fromkeys(layers.values()):
-        if not {used.weight.dtype, used.weight.code_type} & set(method.code_types):
+        weight = used.weight
+        kinds = {weight.dtype, weight.code_type, f"{weight.code_type}-{weight.granularity}"}
+        if not kinds & set(method.code_types):
             raise RecipeError(
                 f"method {method.name} does not round to {used.weight.code_type} codes, which "
                 f"scheme {used} has; use method rtn"

@@ -106,7 +106,7 @@ def add_gram(sum_KK: Tensor, x_MK: Tensor) -> None:
 
     Strips of rows start at their diagonal block, which saves up to 3/8 of the work. 16-bit
     inputs on a GPU are multiplied as they are, exactly, and added in float32 (sums are cut,
-    not rounded, by tensor cores: 1e-5 low after 3,000 tokens); elsewhere
+    not rounded, by tensor cores: 1e-5 off after 3,000 tokens); elsewhere
     they are converted to float32 first.
     """
     narrow = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16)

@@ -15,6 +15,9 @@ from torch import Tensor
 from quantforge.qtensor import minmax_scale, quantize
 from quantforge.schemes import TensorQuant
 
+FLOAT_SCALES = 16
+"""Candidates within an octave."""
+
 
 def search_float_scale(
     weight_NK: Tensor, quant: TensorQuant, scale_dtype: torch.dtype, candidates: int

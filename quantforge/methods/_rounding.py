@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from quantforge_kernels import gptq_block, gptq_block_fp4
+from quantforge_kernels import gptq_block, gptq_block_fp4, gptq_block_fp8
 from torch import Tensor
 
 from quantforge.methods._factor import Factor
@@ -47,7 +47,9 @@ def round_on_grids(
         )
         parts = torch.split(codes, [weights[n].shape[0] for n in names])
         for name, part in zip(names, parts, strict=True):
-            rounded[name] = replace(grids[name], codes=part.contiguous())
+            rounded[name] = replace(
+                grids[name], codes=part.contiguous().view(grids[name].codes.dtype)
+            )
     return {name: rounded[name] for name in grids}
 
 
@@ -59,7 +61,7 @@ def round_columns(
     upper_KK: Tensor,
     order_K: Tensor,
 ) -> Tensor:
-    """Codes [N, K] of GPTQ under fixed scales (`QuantizedTensor.steps`), in the dtype of `quant`'s
+    """Codes [N, K] of GPTQ under fixed scales (`QuantizedTensor.steps`), int8 or the bytes of float
     codes; `upper_KK` is in the order of `order_K`.
 
     Within a block of columns each error is spread at once; later blocks get a block's errors by one
@@ -90,8 +92,9 @@ def block_rounding(
     `group_B` says which scale each column of a block has.
     """
     device = scale_NG.device.type
-    if quant.code_type == "float4":
-        on_floats = gptq_block_fp4.OP.select(device=device, dtype=torch.float32)
+    if quant.dtype == "float":
+        op = gptq_block_fp4.OP if quant.code_type == "float4" else gptq_block_fp8.OP
+        on_floats = op.select(device=device, dtype=torch.float32)
         return lambda work, upper, group_B: on_floats.run(work, upper, scale_NG[:, group_B].float())
     kernel = gptq_block.OP.select(device=device, dtype=torch.float32)
 

@@ -120,7 +120,8 @@ class Method:
     """A method: `quantize_block(task, options)`, `options` an instance of `options_type`.
 
     `code_types` are the codes that it can round to: a dtype of codes (``float``), or one kind of
-    them (``float4``, as `TensorQuant.code_type` has it). A method that knows true-sequential order
+    them (``float4``, as `TensorQuant.code_type` has it), or that under one granularity
+    (``float8-channel``). A method that knows true-sequential order
     also has `round_group(task, group, options, prepared)`, called in the order of the groups after
     `prepare(task, options)`, which sees the block's first statistics, moves what moves between
     layers and gives `prepared`. Without `prepare` there is nothing to see or do first.

@@ -162,7 +162,8 @@ def _candidates(
         if options.clip:
             clipped = grid_by("block")(name, weight)
             found[name].append(Candidate(method="awq", qtensor=clipped, notes={"clip": "block"}))
-    for clip_by in (None, "block", "diagonal", "column") if options.clip else (None,):
+    grids = dict.fromkeys((None, "block", options.clip_by)) if options.clip else (None,)
+    for clip_by in grids:
         tunes = clip_by == options.clip_by or not options.clip
         rounded = column_candidates(
             task,

@@ -23,6 +23,7 @@ from quantforge.errors import CalibrationError, RecipeError
 from quantforge.methods._candidates import CLIP_BY, choose, clip_measure, column_candidates
 from quantforge.methods._clip import round_clipped
 from quantforge.methods._factor import factorise
+from quantforge.methods._float_scale import FLOAT_SCALES, search_float_scale
 from quantforge.methods._global import global_scales
 from quantforge.methods.base import (
     BlockResult,
@@ -103,6 +104,9 @@ def round_group(
 
     def grid(name: str, weight_NK: Tensor, measure: Tensor) -> QuantizedTensor:
         over_all = shared.get(name)
+        if quants[name].code_type == "float8":  # nothing to clip: larger scales cost no precision
+            scale = search_float_scale(weight_NK, quants[name], dtype, FLOAT_SCALES)
+            return quantize(weight_NK, quants[name], scale, scale_dtype=dtype)
         if options.clip:
             return round_clipped(weight_NK, quants[name], measure, dtype, global_scale=over_all)
         return quantize(weight_NK, quants[name], scale_dtype=dtype, global_scale=over_all)
@@ -188,7 +192,7 @@ METHOD = Method(
     needs_statistics=True,
     quantize_block=quantize_block,
     options_type=GptqOptions,
-    code_types=("int", "float4"),
+    code_types=("int", "float4", "float8-channel"),
     needs=lambda options: options.needs,
     round_group=round_group,
 )

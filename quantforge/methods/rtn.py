@@ -6,7 +6,7 @@ E4M3 scales are searched within an octave (`_float_scale`), which needs no text 
 from dataclasses import dataclass
 
 from quantforge.errors import RecipeError
-from quantforge.methods._float_scale import search_float_scale
+from quantforge.methods._float_scale import FLOAT_SCALES, search_float_scale
 from quantforge.methods._global import global_scales
 from quantforge.methods._shared import shared_scales
 from quantforge.methods.base import BlockResult, BlockTask, LayerReport, Method, relative_errors
@@ -19,7 +19,7 @@ class RtnOptions:
     ``max|w| / 448``.
     """
 
-    float_scales: int = 16
+    float_scales: int = FLOAT_SCALES
 
     def __post_init__(self) -> None:
         if not 1 <= self.float_scales <= 256:

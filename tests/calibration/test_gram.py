@@ -42,8 +42,7 @@ def test_strips_add_up_to_the_whole_gram_matrix(
 @pytest.mark.parametrize("width", [576, 4096, 5000])
 def test_narrow_inputs_on_a_gpu_are_multiplied_exactly(width: int, dtype: torch.dtype) -> None:
     """Products of 16-bit numbers are exact in float32. Tensor cores add 16 of them at a time to the
-    sum and cut off what lies below its last bit: at most 2^-23 of the sum each time, half of that
-    on average.
+    sum and cut off what lies below its last bit: at most 2^-23 of the sum each time.
     """
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3000, width, generator=generator).to(dtype)
@@ -53,7 +52,7 @@ def test_narrow_inputs_on_a_gpu_are_multiplied_exactly(width: int, dtype: torch.
     wide = x.double()
     expected = wide.T @ wide
     error = float((total.cpu().double() - expected).norm() / expected.norm())
-    assert error < len(x) / 16 * 2**-24
+    assert error < len(x) / 16 * 2**-23
 
 
 def run_through(folder: Path, place: Place, scratch: Path) -> Any:

@@ -83,7 +83,7 @@ def test_a_quantized_head_is_loaded_too(
     ("options", "reasons"),
     [
         (("-s", "fp8_dynamic"), ("method awq does not round to float", "rtn")),
-        (("-s", "fp8_dynamic", "-m", "gptq"), ("method gptq does not round",)),
+        (("-s", "fp8_block", "-m", "gptq"), ("method gptq does not round",)),
         (("-s", "fp8_dynamic", "-m", "rtn", "--group-size", "64"), ("granularity",)),
         (("-s", "fp8_dynamic", "-m", "rtn", "--asymmetric"), ("symmetric",)),
         (

@@ -341,8 +341,6 @@ CANDIDATES = {
     "rtn",
     "awq, clip block",
     "gptq",
-    "gptq, clip diagonal",
-    "gptq, clip column",
     "gptq, clip block",
 }
 

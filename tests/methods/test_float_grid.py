@@ -141,3 +141,34 @@ def test_the_block_reference_equals_rounding_where_columns_are_independent() -> 
 @pytest.mark.parametrize("method", ["awq", "awq_gptq"])
 def test_methods_without_a_float_grid_do_not_claim_one(method: str) -> None:
     assert load_method(method).code_types == ("int",)
+
+
+def test_gptq_on_an_fp8_grid_is_a_plain_loop_and_beats_rounding() -> None:
+    """Codes of E4M3 with one scale a channel, against the loop of the paper in float64."""
+    from quantforge_kernels import gptq_block_fp8
+
+    generator = torch.Generator().manual_seed(2)
+    mixing = torch.randn(10, 40, generator=generator)
+    x = torch.randn(400, 10, generator=generator) @ mixing
+    x = x + 0.3 * torch.randn(400, 40, generator=generator)
+    gram = (x.T @ x / len(x)).double()
+    gram.diagonal().add_(0.01 * gram.diagonal().mean())
+    upper = torch.linalg.cholesky(torch.linalg.inv(gram), upper=True)
+    weight = torch.randn(24, 40, generator=generator)
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes, errors = gptq_block_fp8.reference(weight, upper.float(), scale.expand(24, 40))
+    work = weight.double()
+    for i in range(40):
+        rounded = (work[:, i].float() / scale[:, 0]).to(torch.float8_e4m3fn)
+        assert torch.equal(codes[:, i], rounded.view(torch.uint8))
+        error = (work[:, i] - rounded.double() * scale[:, 0].double()) / upper[i, i]
+        torch.testing.assert_close(errors[:, i].double(), error, rtol=1e-3, atol=1e-5)
+        work[:, i + 1 :] -= error.unsqueeze(1) * upper[i, i + 1 :]
+
+    def loss(restored: torch.Tensor) -> float:
+        delta = restored.double() - weight.double()
+        return float(((delta @ gram) * delta).sum())
+
+    ours = codes.view(torch.float8_e4m3fn).float() * scale
+    nearest = (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    assert loss(ours) < 0.8 * loss(nearest)
