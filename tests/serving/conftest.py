@@ -1,7 +1,9 @@
 """A stub engine that speaks a script, servers on free ports, and OpenAI's own client."""
 
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from quantforge.models.tokenizer import TextStream, load_tokenizer
 from quantforge.runtime.request import RequestOutput, SamplingParams, TokenLogprob
 from quantforge.serving.app import create_app
 from quantforge.serving.server import Server, bind, url_of
+from quantforge.serving.worker import JOIN_SECONDS
 
 SCRIPT = "Grüße aus 東京 🌍, said the cat. The end."
 MODEL = "tiny"
@@ -122,8 +125,10 @@ def running_server() -> Iterator[Callable[..., str]]:
     yield start
     for server, thread in running:
         server.stop()
-        thread.join(10)
-        assert not thread.is_alive(), "the server did not stop"
+        thread.join(JOIN_SECONDS + 5)  # what the server itself gives the engine's last step
+        if thread.is_alive():
+            frames = "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
+            pytest.fail(f"the server did not stop; its thread is at\n{frames}")
 
 
 @pytest.fixture
