@@ -1,7 +1,8 @@
 """How `w4a16` cuts a product for a GPU: measured choices as data, a rule for what is not measured.
 
 ``tuned/w4a16-*.json`` holds the fastest `Config` by device name, shape [N, K], group size and M, as
-``python -m quantforge_kernels.w4a16_tune`` found them. An M between two that were measured takes the larger's.
+``python -m quantforge_kernels.w4a16_tune`` found them. An M between two that were measured takes
+the larger's.
 """
 
 import json
