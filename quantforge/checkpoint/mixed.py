@@ -112,6 +112,7 @@ class MixedPrecision:
             format=self.name,
             groups=tuple(group for layout in found for group in layout.groups),
             ignore=found[0].ignore,
+            kv_cache=found[0].kv_cache,
         )
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from quantforge.checkpoint.base import SchemeGroup, format_for, format_for_all, format_of_config
+from quantforge.checkpoint.kv_scales import with_kv_cache
 from quantforge.checkpoint.mixed import FORMAT
 from quantforge.errors import CheckpointError, UnsupportedError
 from quantforge.qtensor import quantize
-from quantforge.schemes import PRESETS, QuantScheme, with_group_size
+from quantforge.schemes import KV_CACHES, PRESETS, QuantScheme, with_group_size
 
 W4 = with_group_size(PRESETS["w4a16"], 32)
 W8, FP8 = PRESETS["w8a16"], PRESETS["fp8_dynamic"]
@@ -42,6 +43,12 @@ def test_parsing_is_the_inverse_of_writing() -> None:
     assert layout.format == "mixed-precision"
     assert list(layout.groups) == GROUPS
     assert layout.ignore == ("model.layers.2.self_attn.o_proj",)
+
+
+@pytest.mark.parametrize("name", ["none", "fp8", "int8"])
+def test_the_scales_of_the_kv_cache_are_known(name: str) -> None:
+    section = with_kv_cache(config(), KV_CACHES[name])
+    assert format_of_config(section).parse_config(section).kv_cache == KV_CACHES[name]
 
 
 @pytest.mark.parametrize(
