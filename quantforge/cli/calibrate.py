@@ -60,6 +60,7 @@ def register(app: typer.Typer) -> None:
         from quantforge.cli.evidence import calibration_section, calibration_set
         from quantforge.console import Console
         from quantforge.device import resolve_device, resolve_dtype
+        from quantforge.errors import UnsupportedError
         from quantforge.models.loader import load_config
         from quantforge.models.source import resolve_model
         from quantforge.recipe import CalibrationSection
@@ -79,6 +80,11 @@ def register(app: typer.Typer) -> None:
         with console.progress() as progress:
             source = resolve_model(model, progress=progress)
             reader = CheckpointReader(source)
+            if reader.layout is not None:
+                raise UnsupportedError(
+                    f"{source} is quantized already ({reader.layout.format}); "
+                    "calibrate the original model instead"
+                )
             config = load_config(reader.config)
             compute_dtype = resolve_dtype(dtype, where, config.dtype)
             data = calibration_set(

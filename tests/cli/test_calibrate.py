@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.calibration import statistics
 from quantforge.cli import app
-from quantforge.errors import EXIT_BAD_DATA, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from quantforge.errors import (
+    EXIT_BAD_DATA,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNSUPPORTED,
+    EXIT_USAGE,
+)
 from quantforge.registry import entry_names
 
 TinyModel = Callable[..., Path]
@@ -50,6 +56,18 @@ def test_json_is_one_document_that_names_the_outlier_channel(
     first = document["outliers"][0]
     assert (first["layer"], first["group"], first["channel"]) == (1, "gate_up", 42)
     assert left_behind(output) == ["s.safetensors"]
+
+
+def test_a_quantized_model_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, output: Path, command: Command
+) -> None:
+    folder = tmp_path / "quantized"
+    made = command("quantize", tiny_model(), "-m", "rtn", "-o", folder, "--device", "cpu")
+    assert made.code == EXIT_OK, made.err
+    found = command("calibrate", folder, "-o", output, "--calibration", text, *SMALL)
+    assert found.code == EXIT_UNSUPPORTED
+    assert "is quantized already (pack-quantized); calibrate the original" in found.err
+    assert left_behind(output) == []
 
 
 def test_the_result_is_one_line_with_a_table_on_stderr(
