@@ -116,15 +116,14 @@ def plan_quantization(
     layers |= assigned or {}
     for used in dict.fromkeys(layers.values()):
         weight = used.weight
-        kinds = {weight.dtype, weight.code_type, f"{weight.code_type}-{weight.granularity}"}
-        if not kinds & set(method.code_types):
+        if not method.rounds_to(weight):
             raise RecipeError(
                 f"method {method.name} does not round to {used.weight.code_type} codes, which "
                 f"scheme {used} has; use method rtn"
             )
         refuse_misfits({name: shapes[name] for name in targets if layers[name] == used}, used)
     refuse_split_groups(layers, architecture, config)
-    observer = resolve_observer(section, layers.values(), architecture.lm_head in targets)
+    observer = resolve_observer(section, layers.values(), layers.get(architecture.lm_head))
     layout = format_for_all(layers.values())
     dense_bytes = sum(reader.spec(n).num_bytes for n in reader.names())
     saved = 0
@@ -295,7 +294,7 @@ def resolve_scheme(section: QuantizeSection, shapes: Mapping[str, tuple[int, int
 
 
 def resolve_observer(
-    section: QuantizeSection, schemes: Iterable[QuantScheme], quantizes_lm_head: bool
+    section: QuantizeSection, schemes: Iterable[QuantScheme], lm_head: QuantScheme | None
 ) -> Observer | None:
     """What chooses the static scales of inputs; None where no scheme has them.
 
@@ -309,9 +308,9 @@ def resolve_observer(
                 "no static scale of inputs; use fp8_static or w8a8_int8_static, or leave it out"
             )
         return None
-    if quantizes_lm_head:
+    if lm_head is not None and lm_head.has_static_inputs:
         raise RecipeError(
-            f"scheme {section.scheme} cannot quantize lm_head, whose inputs are not calibrated; "
+            f"scheme {lm_head} cannot quantize lm_head, whose inputs are not calibrated; "
             "leave lm_head in ignore, or use fp8_dynamic or w8a8_int8"
         )
     return parse_observer(section.activation_observer or DEFAULT_OBSERVER)

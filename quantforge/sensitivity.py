@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantforge.allocation import Allocation, Choice, Frontier, Unit
 from quantforge.calibration.fisher import BlockSensitivity, block_sensitivities
+from quantforge.calibration.streams import Moments
 from quantforge.checkpoint.base import format_for
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import RecipeError
@@ -213,10 +214,11 @@ def _candidates(plan: QuantizePlan, section: QuantizeSection) -> tuple[QuantSche
     names = section.candidates or DEFAULT_CANDIDATES
     found = tuple(dict.fromkeys(candidate_scheme(name) for name in names))
     for scheme in found:
-        if scheme.weight.dtype not in plan.method.code_types:
+        if not plan.method.rounds_to(scheme.weight):
             raise RecipeError(
-                f"candidates: method {plan.method.name} does not round to {scheme.weight.dtype} "
-                f"codes, which {scheme} has; use method rtn, or leave the candidate out"
+                f"candidates: method {plan.method.name} does not round to "
+                f"{scheme.weight.code_type} codes, which {scheme} has; use method rtn, or leave "
+                "the candidate out"
             )
     return found
 
@@ -268,6 +270,8 @@ def _block_divergences(
     """KL that each of the linears `names` of a block costs if the method rounds them to `scheme`.
 
     A method may move scales between layers; a weight's ratio to what it was takes its error back.
+    The inputs are those of the full-precision model, so they do not drift. A method that compares
+    candidates does so on the samples that it fits: the errors are judged on others.
     """
     if not names:
         return {}
@@ -276,6 +280,8 @@ def _block_divergences(
         return reader.tensor(prefix + name).to(device).float()
 
     members = [m for group in plan.architecture.input_groups for m in group.members]
+    needs = plan.method.needs(plan.options)
+    moments = {name: seen.second_moment for name, seen in found.statistics.items()}
     norms = [
         n.removeprefix(prefix).removesuffix(".weight")
         for n in reader.names()
@@ -292,6 +298,8 @@ def _block_divergences(
         quant={name.removeprefix(prefix): scheme.weight for name in names},
         statistics=found.statistics,
         scale_dtype=plan.config.dtype,
+        cross={n: torch.zeros_like(m) for n, m in moments.items()} if needs.mismatch else {},
+        held_out={n: Moments(inputs=m) for n, m in moments.items()} if needs.held_out else {},
     )
     if scheme.weight.num_bits >= NEAREST_BITS:
         result = NEAREST.quantize_block(task, NEAREST.parse_options({}))

@@ -18,7 +18,7 @@ from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.errors import CalibrationError, RecipeError, UsageError
 from quantforge.pipeline import Evidence, Quantizer, quantize_model
 from quantforge.plan import QuantizePlan, plan_quantization
-from quantforge.recipe import QuantizeSection, Recipe
+from quantforge.recipe import LayerSection, QuantizeSection, Recipe
 
 TinyModel = Callable[..., Path]
 
@@ -200,6 +200,16 @@ def test_what_does_not_fit_is_refused_by_the_plan(
 ) -> None:
     with pytest.raises(RecipeError, match=says):
         plan_of(tiny_model(hidden_size=128), **section)
+
+
+def test_only_a_head_of_static_inputs_is_refused(tiny_model: TinyModel) -> None:
+    folder, static = tiny_model(), LayerSection(scheme="fp8_static")
+    head = {"ignore": (), "layers": {"lm_head": LayerSection(scheme="w8a16")}}
+    _, plan = plan_of(folder, **head)
+    assert str(plan.layers["lm_head"]) == "int8-channel-sym"
+    assert plan.observer is not None
+    with pytest.raises(RecipeError, match="cannot quantize lm_head"):
+        plan_of(folder, scheme="w8a16", ignore=(), layers={"lm_head": static})
 
 
 def test_statistics_of_another_run_and_no_text_at_all_are_refused(

@@ -54,7 +54,7 @@ class CheckpointWriter:
         self.partial = _sibling(self.output, "partial")
         with _disk_errors(self.output):
             remove_stale(self.output)
-            _refuse_output(self.output, overwrite, source)
+            refuse_output(self.output, overwrite, source)
             self.output.parent.mkdir(parents=True, exist_ok=True)
             _refuse_small_disk(self.output.parent, expected_bytes)
             self.partial.mkdir()
@@ -232,7 +232,9 @@ def _lock(folder: Path) -> int | None:
     return descriptor
 
 
-def _refuse_output(output: Path, overwrite: bool, source: Path | None) -> None:
+def refuse_output(output: Path, overwrite: bool, source: Path | None) -> None:
+    """Raises `UsageError` where a model made of `source` must not be written to `output`, a real
+    path: it exists without `overwrite`, is no model folder, or is or contains `source`."""
     if source is not None:
         real = Path(os.path.realpath(source))
         if real == output or output in real.parents:

@@ -1,5 +1,6 @@
 """``--target-bits`` and ``--max-kl`` of ``quantize``: measures, chooses, shows the choice."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -111,12 +112,17 @@ def quantize_until_met(
     """Quantizes, measures and chooses again; the smallest result that meets the limit stays.
 
     Each round corrects the prediction by the ratio that the last one measured. Rounds are written
-    beside `output`, which appears at the end. Raises `QualityGateError` where none meets the limit.
+    beside `output`, which appears at the end. Raises `QualityGateError` where none meets the limit,
+    and `UsageError` where `output` must not be replaced.
     """
-    from quantforge.errors import QualityGateError
+    from quantforge.checkpoint.writer import refuse_output
+    from quantforge.errors import QualityGateError, RecipeError
+    from quantforge.resume import remove_work, work_folder
 
     allocator = chosen.allocator
     assert allocator is not None, "a verified run is not resumed"
+    real = Path(os.path.realpath(output))
+    refuse_output(real, overwrite, allocator.reader.folder)
     limit = allocator.section.max_kl
     assert limit is not None, "a verified run has a limit"
     plan, best = chosen.plan, None
@@ -124,7 +130,7 @@ def quantize_until_met(
     folders = []
     try:
         for number in range(1, MAX_ROUNDS + 1):
-            folders.append(output.with_name(f".{output.name}.round-{number}"))
+            folders.append(real.with_name(f".{real.name}.round-{number}"))
             shutil.rmtree(folders[-1], ignore_errors=True)
             report = run(plan, folders[-1])
             divergence = divergence_of(folders[-1])
@@ -137,19 +143,25 @@ def quantize_until_met(
                 best = plan, report
             if met and divergence >= CLOSE * limit:
                 break
-            ratio = divergence / record["predicted_kl"]
-            before, plan = plan.layers, allocator.plan(MARGIN * limit / ratio)
+            predicted, before = record["predicted_kl"], plan.layers
+            if divergence <= 0 or predicted <= 0:
+                break  # there is no ratio to correct by
+            try:
+                plan = allocator.plan(MARGIN * limit * predicted / divergence)
+            except RecipeError:  # beyond the best candidates
+                break
             if plan.layers == before:
                 break
         if best is None:
             raise QualityGateError(f"max_kl {limit} is not met: measured KL {'; '.join(said)}")
         if overwrite:
-            shutil.rmtree(output, ignore_errors=True)
-        best[1].output.rename(output)
+            shutil.rmtree(real, ignore_errors=True)
+        best[1].output.rename(real)
         return best[0], replace(best[1], output=output)
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+            remove_work(work_folder(folder))
 
 
 def divergence_from(

@@ -28,7 +28,7 @@ def show_plan(
 
     from quantforge.capacity import free_memory, lacking_memory
     from quantforge.estimate import estimate_plan
-    from quantforge.models.linear import serving_note
+    from quantforge.models.linear import serving_notes
 
     num_tokens = calibration_tokens(plan, calibration)
     estimate = estimate_plan(reader, plan, num_tokens=num_tokens, device=device, dtype=dtype)
@@ -48,7 +48,7 @@ def show_plan(
             for group in estimate.groups
         ],
     )
-    note = serving_note(plan.scheme)
+    note = "\n".join(serving_notes(plan.layers.values())) or None
     document = {
         "dry_run": True,
         "model": model,

@@ -58,11 +58,10 @@ def _kv_rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _serving_notes(folder: "Path") -> list[str]:
     """What is to be known of how the schemes of a checkpoint are served."""
     from quantforge.checkpoint.reader import CheckpointReader
-    from quantforge.models.linear import serving_note
+    from quantforge.models.linear import serving_notes
 
     layout = CheckpointReader(folder).layout
-    schemes = [] if layout is None else [group.scheme for group in layout.groups]
-    return [note for s in dict.fromkeys(schemes) if (note := serving_note(s)) is not None]
+    return [] if layout is None else serving_notes(group.scheme for group in layout.groups)
 
 
 def _provenance(manifest: dict[str, Any]) -> list[tuple[str, str]]:

@@ -351,9 +351,9 @@ def _blocks(count: int) -> str:
 
 
 def _announce(model: str, plan: "QuantizePlan") -> str:
-    from quantforge.models.linear import serving_note
+    from quantforge.models.linear import serving_notes
 
-    note = serving_note(plan.scheme)
+    note = "\n".join(serving_notes(plan.layers.values())) or None
     kept = f", {len(plan.ignore)} left as they are" if plan.ignore else ""
     if plan.extra:
         kept += f" ({len(plan.extra)} tensors that the model does not use copied: {plan.extra[0]})"

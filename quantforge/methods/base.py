@@ -148,6 +148,11 @@ class Method:
                 )
         return read_section(self.options_type, values, f"method {self.name}")
 
+    def rounds_to(self, weight: TensorQuant) -> bool:
+        """Whether the codes of `weight` are among `code_types`."""
+        kinds = {weight.dtype, weight.code_type, f"{weight.code_type}-{weight.granularity}"}
+        return bool(kinds & set(self.code_types))
+
 
 def join_results(results: Iterable[BlockResult]) -> BlockResult:
     """The linears and reports of several results as one."""

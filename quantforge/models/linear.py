@@ -3,7 +3,7 @@
 Legend: M tokens, N out features, K in features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +121,11 @@ def serving_note(scheme: QuantScheme) -> str | None:
         f"dequantize-once: no fused kernel for {scheme}; the weights are small on disk, and dense "
         "in the compute dtype once loaded"
     )
+
+
+def serving_notes(schemes: Iterable[QuantScheme]) -> list[str]:
+    """The notes of a model that has all of `schemes`, each once."""
+    return [note for s in dict.fromkeys(schemes) if (note := serving_note(s)) is not None]
 
 
 def _is_fp8_input(activation: TensorQuant) -> bool:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantforge.checkpoint.reader import CheckpointReader
-from quantforge.errors import EXIT_OK, EXIT_USAGE
+from quantforge.errors import EXIT_GATE_FAILED, EXIT_OK, EXIT_USAGE
 from quantforge.models.attention import CausalAttention
 from quantforge.models.loader import load_decoder
 
@@ -59,6 +59,20 @@ def test_a_mixed_checkpoint_is_written_verified_and_read(
     assert counts["int4-g32-asym"] == 1
     assert counts["int4-g64-asym"] == 7
     assert command("generate", output, "--prompt", "A", "--max-tokens", "3", *CPU).code == EXIT_OK
+
+
+def test_every_scheme_without_a_fused_kernel_is_told_of(
+    tiny_model: TinyModel, tmp_path: Path, command: Command
+) -> None:
+    path = tmp_path / "low.yaml"
+    low = "{down_proj: {scheme: w3a16}, o_proj: {scheme: nvfp4a16}}"
+    path.write_text(f"quantize: {{method: rtn, layers: {low}}}")
+    options = ("--recipe", path, *CPU)
+    planned = json.loads(command("quantize", tiny_model(), *options, "--dry-run", "--json").out)
+    done = command("quantize", tiny_model(), *options, "-o", tmp_path / "out")
+    for said in (planned["note"], done.err):
+        for scheme in ("int3-g128-asym", "fp4-g16-e4m3"):
+            assert f"no fused kernel for {scheme}" in said
 
 
 def decompressed_by_compressed_tensors(folder: Path, model: Any) -> dict[str, Any]:
@@ -200,6 +214,72 @@ def test_a_verified_limit_is_met_on_held_out_text(
     options = ("--baseline", source, "--max-tokens", "16384", "--window", "512", *CPU, "--json")
     judged = json.loads(command("eval", "ppl", output, *options).out)
     assert judged["comparison"]["mean_kl"] <= 0.1
+
+
+def test_a_verified_run_never_replaces_its_source(
+    tiny_model: TinyModel, text: Path, command: Command
+) -> None:
+    source = tiny_model()
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    options = ("--max-kl", "100", "--verify-kl", "-m", "rtn", "--calibration", text, *SHORT)
+    done = command("quantize", source, *options, "-o", source, "--overwrite")
+    assert done.code == EXIT_USAGE
+    assert "is or contains the source" in done.err
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_verified_limit_that_is_not_met_is_the_gates_to_refuse(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, command: Command, monkeypatch: Any
+) -> None:
+    from quantforge.cli import allocate
+
+    monkeypatch.setattr(allocate, "divergence_from", lambda *_: lambda _: 1e6)
+    options = ("--max-kl", "0.1", "--verify-kl", "-m", "rtn", "--calibration", text, *SHORT)
+    done = command("quantize", tiny_model(), *options, "-o", tmp_path / "out")
+    assert done.code == EXIT_GATE_FAILED
+    assert "error: max_kl 0.1 is not met: measured KL 1000000" in done.err
+    assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("best", "{}"),
+        ("best", "{mismatch: 0.5}"),
+        ("gptq", "{mismatch: 0.5}"),
+        ("gptq", "{refit: true}"),
+    ],
+)
+def test_methods_that_see_more_than_one_pass_measure_candidates_too(
+    method: str,
+    options: str,
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    text: Path,
+    command: Command,
+) -> None:
+    recipe, output = tmp_path / "more.yaml", tmp_path / "out"
+    recipe.write_text(f"quantize: {{method: {method}, target_bits: 6, options: {options}}}")
+    done = command(
+        "quantize", tiny_model(), "--recipe", recipe, "--calibration", text, *SHORT, "-o", output
+    )
+    assert done.code == EXIT_OK, done.err
+    assert command("verify", output).code == EXIT_OK
+
+
+def test_candidates_may_be_any_codes_that_the_method_rounds_to(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, command: Command
+) -> None:
+    names = ("--candidate", "nvfp4a16", "--candidate", "w8a16")
+    options = ("--target-bits", "6", *names, "--calibration", text, *SHORT, "--json")
+    run = ("quantize", tiny_model(), *options, "-o", tmp_path / "out")
+    refused = command(*run, "-m", "awq")
+    assert refused.code == EXIT_USAGE
+    assert "method awq does not round to float4 codes" in refused.err
+    done = command(*run, "-m", "gptq", "--kv-cache", "fp8")
+    assert done.code == EXIT_OK, done.err
+    assert "fp4-g16-e4m3" in json.loads(done.out)["scheme"]
+    assert command("verify", tmp_path / "out").code == EXIT_OK
 
 
 def test_a_resumed_run_takes_the_schemes_that_were_chosen(
