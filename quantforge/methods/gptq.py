@@ -147,15 +147,16 @@ def round_by_columns(
     return BlockResult(qtensors=qtensors, reports=tuple(reports))
 
 
-def check_moment(task: BlockTask, group: InputGroup) -> Tensor:
+def check_moment(task: BlockTask, group: InputGroup, needed_by: str = "GPTQ") -> Tensor:
     """A group's second moment [K, K]; raises `CalibrationError` for a diagonal or what is not
     finite."""
     moment = task.statistics[group.name].second_moment
     where = f"input group {group.name} of layer {task.layer}"
     if moment.dim() == 1:
         raise CalibrationError(
-            f"GPTQ needs the whole second moment [{len(moment)}, {len(moment)}] of {where}, but "
-            "the statistics hold only its diagonal; calibrate with --statistics gram, or use awq"
+            f"{needed_by} needs the whole second moment [{len(moment)}, {len(moment)}] of {where}, "
+            "but the statistics hold only its diagonal; calibrate with --statistics gram, or use "
+            "awq"
         )
     if not bool(torch.isfinite(moment).all()):
         raise CalibrationError(
