@@ -19,8 +19,9 @@ from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.convert import convert_checkpoint
 from quantforge.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedError
-from quantforge.pipeline import Quantizer, quantize_model
+from quantforge.pipeline import quantize_model
 from quantforge.plan import plan_quantization
+from quantforge.quantizer import Quantizer
 from quantforge.recipe import QuantizeSection, Recipe, parse_recipe
 from quantforge.runtime.config import EngineConfig
 from quantforge.runtime.engine import Engine

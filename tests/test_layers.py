@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimate", "fingerprint", "sensitivity"),
     ("resume",),
     ("capacity",),
+    ("quantizer",),
     ("pipeline",),
     ("console",),
     ("cli",),
@@ -44,6 +45,7 @@ QUANTIZER = {
     "sensitivity",
     "resume",
     "capacity",
+    "quantizer",
     "pipeline",
 }
 RUNTIME = {"runtime", "evaluation", "serving"}

@@ -21,9 +21,10 @@ from quantforge.checkpoint import writer
 from quantforge.checkpoint.manifest import read_manifest
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import CalibrationError, CheckpointError
-from quantforge.pipeline import Evidence, QuantizeReport, quantize_model
+from quantforge.pipeline import QuantizeReport, quantize_model
 from quantforge.plan import plan_quantization
 from quantforge.qtensor import QuantizedTensor
+from quantforge.quantizer import Evidence
 from quantforge.recipe import CalibrationSection, QuantizeSection, Recipe
 from quantforge.runtime.config import EngineConfig
 from quantforge.runtime.engine import Engine
@@ -319,13 +320,13 @@ def test_a_disk_too_small_is_refused_before_any_work(
 
 KILLED = """
 import os, signal, sys
-from quantforge import pipeline
+from quantforge import quantizer
 from quantforge.cli.app import run
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-pipeline.Quantizer._write_rest = die
+quantizer.Quantizer._write_rest = die
 run(["quantize", sys.argv[1], "--output", sys.argv[2], "--method", "rtn", "--device", "cpu"])
 """
 

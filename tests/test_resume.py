@@ -20,8 +20,9 @@ from quantforge.calibration.data import CalibrationSet
 from quantforge.calibration.statistics import StatisticsFile, origin_of, save_statistics
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import CheckpointError, UsageError
-from quantforge.pipeline import Evidence, Quantizer, quantize_model
+from quantforge.pipeline import quantize_model
 from quantforge.plan import plan_quantization
+from quantforge.quantizer import Evidence, Quantizer
 from quantforge.recipe import QuantizeSection, Recipe
 
 TinyModel = Callable[..., Path]

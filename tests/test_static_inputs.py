@@ -16,8 +16,9 @@ from quantforge.checkpoint.manifest import read_manifest
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.checkpoint.verify import verify_checkpoint
 from quantforge.errors import CalibrationError, RecipeError, UsageError
-from quantforge.pipeline import Evidence, Quantizer, quantize_model
+from quantforge.pipeline import quantize_model
 from quantforge.plan import QuantizePlan, plan_quantization
+from quantforge.quantizer import Evidence, Quantizer
 from quantforge.recipe import LayerSection, QuantizeSection, Recipe
 
 TinyModel = Callable[..., Path]

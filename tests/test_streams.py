@@ -16,9 +16,10 @@ from quantforge.calibration.streams import Observed, Streams
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import CalibrationError
 from quantforge.models.arch.base import LLAMA_GROUPS
-from quantforge.pipeline import Evidence, Quantizer, QuantizeReport, quantize_model
+from quantforge.pipeline import QuantizeReport, quantize_model
 from quantforge.plan import plan_quantization
 from quantforge.qtensor import QuantizedTensor
+from quantforge.quantizer import Evidence, Quantizer
 from quantforge.recipe import QuantizeSection, Recipe
 
 TinyModel = Callable[..., Path]

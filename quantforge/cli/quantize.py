@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from quantforge.calibration.data import CalibrationSet
     from quantforge.console import Console
-    from quantforge.pipeline import Evidence, QuantizeReport
+    from quantforge.pipeline import QuantizeReport
     from quantforge.plan import QuantizePlan
+    from quantforge.quantizer import Evidence
     from quantforge.recipe import Recipe
 
 

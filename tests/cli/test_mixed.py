@@ -289,12 +289,12 @@ def test_a_resumed_run_takes_the_schemes_that_were_chosen(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from quantforge import pipeline, sensitivity
+    from quantforge import quantizer, sensitivity
 
     source = tiny_model()
     options = ("--target-bits", "6", "-m", "awq", "--calibration", text, *SHORT, "--json")
     whole = command("quantize", source, *options, "-o", tmp_path / "whole")
-    load = pipeline.load_block
+    load = quantizer.load_block
 
     def stop_at_the_second(*arguments: Any, **named: Any) -> Any:
         if arguments[3] == 1:
@@ -302,7 +302,7 @@ def test_a_resumed_run_takes_the_schemes_that_were_chosen(
         return load(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "load_block", stop_at_the_second)
+        patch.setattr(quantizer, "load_block", stop_at_the_second)
         assert command("quantize", source, *options, "-o", tmp_path / "out").code == 130
 
     def refuse(*_: Any, **__: Any) -> Any:

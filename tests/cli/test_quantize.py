@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantforge import pipeline
+from quantforge import quantizer
 from quantforge.checkpoint import writer
 from quantforge.checkpoint.reader import CheckpointReader
 from quantforge.errors import (
@@ -331,7 +331,7 @@ def test_an_interrupt_keeps_finished_blocks_says_so_and_exits_with_130(
 
     arguments = ("quantize", source, "-o", output, "-m", "rtn", *CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Quantizer, "_write_rest", interrupt)
+        patch.setattr(quantizer.Quantizer, "_write_rest", interrupt)
         found = command(*arguments, *quiet)
     assert (found.code, found.out) == (EXIT_INTERRUPTED, "")
     assert found.err.endswith("interrupted\n")
@@ -353,7 +353,7 @@ def test_an_interrupt_before_the_first_block_is_done_leaves_nothing(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline.Quantizer, "_quantize_block", interrupt)
+    monkeypatch.setattr(quantizer.Quantizer, "_quantize_block", interrupt)
     found = command("quantize", tiny_model(), "-o", output, "-m", "rtn", "-q", *CPU)
     assert (found.code, found.out, found.err) == (EXIT_INTERRUPTED, "", "interrupted\n")
     assert left_behind(output) == []
@@ -367,7 +367,7 @@ def test_a_run_without_resume_says_that_it_replaces_progress(
 
     arguments = ("quantize", tiny_model(), "-o", output, "-m", "rtn", *CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Quantizer, "_write_rest", interrupt)
+        patch.setattr(quantizer.Quantizer, "_write_rest", interrupt)
         assert command(*arguments).code == EXIT_INTERRUPTED
     found = command(*arguments)
     assert found.code == EXIT_OK
